@@ -102,3 +102,9 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], float("nan")
     return statistics.mean(values), STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds; of one seed its value."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"

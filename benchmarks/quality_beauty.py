@@ -17,7 +17,7 @@ from pathlib import Path
 
 import measure
 import torch
-from quality import done, spread
+from quality import done, mean_and_deviation, spread
 
 from nestpipe import recipes
 from nestpipe.cli.sid import item_vectors
@@ -171,12 +171,9 @@ def run_arm(arm: str, seed: int, options: argparse.Namespace) -> Figures:
 
 
 def row_of(arm: str, found: list[Figures]) -> list[str]:
-    """Means over seeds, with the half width of their 95 % interval where there are several."""
-    shown = []
-    for name in ("hr@10", "ndcg@10", "hr@5", "coverage@10"):
-        mean, half = spread([float(str(one[name])) for one in found])
-        shown.append(f"{mean:.4f}" + (f" ± {half:.4f}" if len(found) > 1 else ""))
-    return [arm, str(len(found)), *shown]
+    """Mean ± standard deviation over seeds."""
+    names = ("hr@10", "ndcg@10", "hr@5", "coverage@10")
+    return [arm, str(len(found)), *(mean_and_deviation([float(str(one[name])) for one in found]) for name in names)]
 
 
 def page(rows: list[list[str]]) -> str:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import measure
-from quality import Record, collect, done, settings_of, spread
+from quality import Record, collect, done, mean_and_deviation, settings_of, spread
 
 from nestpipe import recipes
 from nestpipe.config import Config
@@ -42,12 +42,12 @@ PAGE = ROOT / "docs" / "performance" / "quality.md"
 BEGIN, END = "<!-- quality_ml1m -->", "<!-- end of quality_ml1m -->"
 RECIPE = "recipe"
 ORDERS = {FILE: "Equal times in the order of the file", META: "Equal times in Meta's order"}
-PUBLISHED = {  # HR@10, NDCG@10 of others, by the order of equal times that they were measured in
+PUBLISHED = {  # HR@10, NDCG@10, HR@50, HR@200 of others, by the order of equal times that they were measured in
     FILE: {"HSTU": (0.3037,), "eSASRec": (0.3133, 0.1772), "FuXi-alpha": (0.3164, 0.1813)},
     META: {
-        "SASRec, Meta": (0.2853, 0.1603),
-        "HSTU, Meta": (0.3097, 0.1720),
-        "HSTU-large, Meta": (0.3294, 0.1893),
+        "SASRec, Meta": (0.2853, 0.1603, 0.5474, 0.7528),
+        "HSTU, Meta": (0.3097, 0.1720, 0.5754, 0.7716),
+        "HSTU-large, Meta": (0.3294, 0.1893, 0.5935, 0.7839),
         "HSTU, RecTools": (0.3077,),
         "HSTU-large, RecTools": (0.3291, 0.1871),
     },
@@ -64,6 +64,7 @@ BASES: dict[str, Callable[[], Config]] = {
     "sasrec_meta": recipes.ml1m_sasrec_meta,
     "esasrec": recipes.ml1m_esasrec,
     "hstu": recipes.ml1m_hstu,
+    "hstu_meta": recipes.ml1m_hstu_meta,
     "hstu_large": recipes.ml1m_hstu_large,
     "fuxi_alpha": recipes.ml1m_fuxi_alpha,
     "fuxi_hybrid": recipes.ml1m_fuxi_hybrid,
@@ -181,13 +182,12 @@ def rows_of(model: str, records: list[Record], choice: str) -> list[str]:
     figures = [one["figures"] for one in records]
     shown = []
     for metric in METRICS:
-        mean, half = spread([one[metric] for one in figures])
-        shown.append(f"{mean:.4f}" + (f" ± {half:.4f}" if len(figures) > 1 else ""))
+        shown.append(mean_and_deviation([one[metric] for one in figures]))
     low, high = figures[0]["hr@10, 95 % over users"]
     return [SHOWN.get(model, model), choice, str(len(records)), *shown, f"{low:.4f}-{high:.4f}"]
 
 
-HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users"]
+HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users (first seed)"]
 
 
 def published_rows(ties: str) -> list[list[str]]:
@@ -226,7 +226,7 @@ def recorded_rows(epochs: int, ties: str) -> tuple[list[list[str]], Mapping[str,
     return rows, keys
 
 
-def main() -> None:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
     parser.add_argument(
@@ -250,33 +250,33 @@ def main() -> None:
     options = parser.parse_args()
     kinds = list(SIZES) * options.sizes + list(STALE) * options.stale
     options.models = options.models or kinds or ["hstu", "sasrec"]
+    return options
+
+
+def run_model(model: str, options: argparse.Namespace, ties: str) -> None:
+    """Trains what is not on record: the candidates, if settings are to be chosen, then every seed."""
+    epochs = EPOCHS.get(model, options.epochs)
+
+    def run(config: Config, name: str, choice: str) -> Callable[[int], Mapping[str, object]]:
+        return lambda seed: run_once(
+            placed(config, data=options.data, seed=seed, threads=options.threads),
+            folder_of(options.runs, name, choice, seed, ties),
+        )
+
+    for name, config in candidates(model, epochs).items() if options.choose else ():
+        own = held_out(config)
+        settings = settings_in(own, model, ties)
+        collect(NAME, f"{model}, {name}, validation", [0], settings, run(own, f"choose-{model}", name))
+    choice, config = chosen(model, epochs, ties)
+    settings = settings_in(config, model, ties)
+    collect(NAME, f"{model}, {choice}", options.seeds, settings, run(config, model, choice))
+
+
+def main() -> None:
+    options = options_of()
     ties = Sequences.open(options.data).ties if options.data else FILE
     for model in [] if options.quick or not options.data else options.models:
-        epochs = EPOCHS.get(model, options.epochs)
-        if options.choose:
-            for name, config in candidates(model, epochs).items():
-                own = held_out(config)
-                folder = folder_of(options.runs, f"choose-{model}", name, 0, ties)
-                collect(
-                    NAME,
-                    f"{model}, {name}, validation",
-                    [0],
-                    settings_in(own, model, ties),
-                    lambda seed, own=own, folder=folder: run_once(
-                        placed(own, data=options.data, seed=seed, threads=options.threads), folder
-                    ),
-                )
-        choice, config = chosen(model, epochs, ties)
-        collect(
-            NAME,
-            f"{model}, {choice}",
-            options.seeds,
-            settings_in(config, model, ties),
-            lambda seed, config=config, choice=choice, model=model: run_once(
-                placed(config, data=options.data, seed=seed, threads=options.threads),
-                folder_of(options.runs, model, choice, seed, ties),
-            ),
-        )
+        run_model(model, options, ties)
     if options.data:
         popular = POPULARITY if ties == FILE else {**POPULARITY, "ties": ties}
         collect(NAME, "popularity", [0], popular, lambda seed: run_popularity(options.data))

@@ -3,32 +3,50 @@
 Workload zipf-512: a table of 1M x 64, 512 samples x 50 Zipf(1.05) ids per step, one process, one thread, the sequential step. Arms
 alternate in one process. About 0.8 % of the rows are looked up in a step, so most rows that are read have missed many steps. The
 first steps, in which rows walk step by step (embedding/skipped_steps.py), are reported on their own.
+
+`--quality` instead trains a small SASRec with either on a generated log, most rows of which no batch looks up: NDCG@10 of the
+validation items over seeds, the difference paired by seed, and the CPU time of the trainings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
+from pathlib import Path
 
 import measure
 import torch
 import train_arms
+from quality import spread
 
+from nestpipe import recipes
+from nestpipe.config import Config
+from nestpipe.data.config import SyntheticConfig
+from nestpipe.data.loader import Loader
+from nestpipe.data.synthetic_sequences import ingest_synthetic
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import Table
-from nestpipe.jagged import Batch
+from nestpipe.eval.eval_report import EvalReport
+from nestpipe.jagged import Batch, Cursor
+from nestpipe.models.config import LossConfig, SASRecConfig
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
+from nestpipe.rng import Rng
+from nestpipe.training.loop import train_to_end
 
 LIMIT = 1.25
 RATES = Rates(dense=1e-3, rows=1e-3)
+QUALITY_LOG = SyntheticConfig(num_users=1500, num_items=8000, mean_len=16, max_len=40, zipf=0.6)
+QUALITY_EPOCHS = 10
 WARM_STEPS = 208  # every row in use has then been updated since batch 75, from which the series holds
 
 
@@ -58,12 +76,74 @@ def timed(state: TrainState, data: list[Batch], num_steps: int) -> Callable[[], 
     return block
 
 
+def quality_config(data: Path, optimizer: str, seed: int) -> Config:
+    base = recipes.tiny()
+    return replace(
+        base,
+        seed=seed,
+        data=replace(base.data, path=str(data), max_len=20, batch_size=32, validation=True),
+        model=SASRecConfig(dim=32, num_blocks=1, num_heads=2, hidden_dim=64, dropout=0.1),
+        loss=LossConfig(num_negatives=32, source="sample"),
+        embedding=EmbeddingConfig(optimizer=optimizer, lr=4e-3),  # type: ignore[arg-type]
+        train=replace(base.train, epochs=QUALITY_EPOCHS, eval_epochs=1000, num_threads=1),
+    )
+
+
+def trained(config: Config, folder: Path) -> dict[str, float]:
+    """NDCG@10 of the validation items, the share of rows that a batch leaves untouched, and CPU seconds of the training."""
+    start = time.process_time()
+    run = train_to_end(config, folder, quiet=True).run
+    seconds = time.process_time() - start
+    report = run.predictor().evaluate("validation")
+    assert isinstance(report, EvalReport)
+    loader = Loader(run.sequences, run.split, config.data, seed=config.seed)
+    model, rng = run.load_model().model, Rng(config.seed, 0)
+    batches = (loader.batch(Cursor(0, number)) for number in range(20))
+    looked_up = [
+        len(torch.cat([one.ids.flatten() for one in model.lookups(batch, rng).values()]).unique()) for batch in batches
+    ]
+    untouched = 1 - statistics.mean(looked_up) / len(run.sequences.catalogue)
+    return {"ndcg@10": report.metrics["ndcg@10"].mean, "cpu_s": seconds, "untouched": untouched}
+
+
+def quality(num_seeds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "log"
+        ingest_synthetic(data, QUALITY_LOG)
+        found: dict[str, list[dict[str, float]]] = {"lazy_adam": [], "adam": []}
+        for seed in range(num_seeds):
+            for name, results in found.items():
+                results.append(trained(quality_config(data, name, seed), Path(folder) / f"{name}-{seed}"))
+                print(f"{name}, seed {seed}: {results[-1]}", flush=True)
+    pairs = list(zip(found["adam"], found["lazy_adam"], strict=True))
+    figures: dict[str, object] = {}
+    for name, results in found.items():
+        mean, half = spread([one["ndcg@10"] for one in results])
+        figures[f"ndcg@10, {name}"] = [round(mean, 5), round(half, 5)]
+    mean, half = spread([exact["ndcg@10"] - lazy["ndcg@10"] for exact, lazy in pairs])
+    figures |= {
+        "ndcg@10, adam - lazy_adam": [round(mean, 5), round(half, 5)],
+        "cpu, adam over lazy_adam": round(
+            statistics.median(exact["cpu_s"] / lazy["cpu_s"] for exact, lazy in pairs), 3
+        ),
+        "untouched": round(statistics.mean(one["untouched"] for pair in pairs for one in pair), 3),
+    }
+    facts = {"workload": "generated log", "num_seeds": num_seeds, "num_epochs": QUALITY_EPOCHS, **asdict(QUALITY_LOG)}
+    measure.append("row_adam", measure.record(seed=0, figures=figures, settings=facts))
+    print(json.dumps(figures))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer blocks")
     parser.add_argument("--dense", default="mlp", choices=("mlp", "hstu"))
+    parser.add_argument("--quality", action="store_true", help="instead: NDCG@10 with both on a generated log")
+    parser.add_argument("--seeds", type=int, default=5, help="of --quality, 2 .. 5")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.quality:
+        quality(options.seeds)
+        return
     num_blocks, num_steps = (9, 8) if options.quick else (21, 16)
     settings = train_arms.Settings(samples=512, dense=options.dense, micro_batches=1)
     data = [batch for rank in range(4) for batch in train_arms.batches(settings, rank)]

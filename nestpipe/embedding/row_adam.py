@@ -15,9 +15,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.adam_series import NUM_SUMS, ORDER
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import exact_sqrt
-from nestpipe.embedding.skipped_steps import ORDER, MissedSteps, SkippedSteps
+from nestpipe.embedding.skipped_steps import MissedSteps, SkippedSteps
 from nestpipe.ops.device_memory import upload
 
 State = dict[str, Tensor]
@@ -146,18 +147,27 @@ def _walk(missed: MissedSteps, rows: Tensor, state: Mapping[str, Tensor], own: T
 
 
 def _jump(missed: MissedSteps, rows: Tensor, state: Mapping[str, Tensor], own: Tensor) -> None:
-    """All steps at once, by the series of skipped_steps.py."""
+    """All steps at once, by the series of adam_series.py."""
     if not len(own):
         return
     seen = state[SEEN].flatten().long().index_select(0, own)
     entries = torch.cat([missed.settled, missed.recent]).index_select(0, seen)
     centre, keep, coefficients = entries[:, :1], entries[:, 1:2], entries[:, 2:]
-    eps = missed.config.eps
-    scaled = exact_sqrt(state["square"].index_select(0, own)).mul_(centre)
+    eps, square = missed.config.eps, state["square"].index_select(0, own)
+    root = exact_sqrt(square)
+    scaled = root * centre
     inverse = 1.0 / (scaled + eps)
-    ratio = (eps - scaled).mul_(inverse)
-    total = coefficients[:, ORDER:].expand_as(ratio)
-    for j in range(ORDER - 1, -1, -1):
-        total = total * ratio + coefficients[:, j : j + 1]
-    moved = state["mean"].index_select(0, own).mul_(total.mul_(inverse))
+    whole = _polynomial(coefficients[:, : ORDER + 1], (eps - scaled).mul_(inverse)).mul_(inverse)
+    inverse = 1.0 / root
+    short = _polynomial(coefficients[:, ORDER + 1 : NUM_SUMS], inverse * -eps).mul_(inverse)
+    total = torch.where(square < missed.short_square, whole, short)
+    moved = state["mean"].index_select(0, own).mul_(total)
     rows.index_copy_(0, own, rows.index_select(0, own).mul_(keep).sub_(moved))
+
+
+def _polynomial(coefficients: Tensor, at: Tensor) -> Tensor:
+    """The polynomial of each row's coefficients [n, K] at [n, D]."""
+    total = coefficients[:, -1:].expand_as(at)
+    for j in range(coefficients.shape[1] - 2, -1, -1):
+        total = total * at + coefficients[:, j : j + 1]
+    return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class _MissedCall(Structure):
         ("powers", c_void_p),
         ("horizon", c_int64),
         ("first_series", c_int64),
+        ("short_square", c_float),
     )
 
 
@@ -125,6 +126,7 @@ def _adam_call(config: OptimizerConfig, state: Mapping[str, Tensor], step: Tenso
     )
 
 
+@lru_cache(maxsize=16)  # an update uses what the lookups of its batch did
 def _missed_call(missed: MissedSteps) -> _MissedCall:
     return _MissedCall(
         step=missed.step,
@@ -138,6 +140,7 @@ def _missed_call(missed: MissedSteps) -> _MissedCall:
         powers=address(missed.powers),
         horizon=missed.horizon,
         first_series=missed.first_series,
+        short_square=missed.short_square,
     )
 
 

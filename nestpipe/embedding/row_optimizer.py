@@ -174,6 +174,8 @@ def gather_slots(
     if not isinstance(optimizer, Adam):
         return gather_rows(rows, slots, out, native=native)
     out = rows.new_empty(len(slots), *rows.shape[1:]) if out is None else out
+    if not len(slots):
+        return out
     missed = optimizer.missed(batch, rows.dtype)
     on_device = _triton_for(native, [rows, out, *state.values()], [rows, out])
     kernels = _kernels_for(native, [rows, out, *state.values()], [rows])

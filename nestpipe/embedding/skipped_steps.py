@@ -6,13 +6,9 @@ seen s batches, with mean m and root σ of its second moment, is at batch t wher
     w  <-  Π keep_i · w  -  m · F(σ)          F(σ) = Σ_k  a_k / (q_k σ + eps)
     a_k = lr_i β1^k / (1 - β1^i) · (weight decay after i)            q_k = sqrt(β2^k / (1 - β2^i))
 
-F depends on (s, t) and σ only. With a centre c of the q_k and z_k = (q_k - c) / (q_k + c), every term is a geometric series in
-
-    r = (eps - c σ) / (eps + c σ),  |r| <= 1:         F(σ) = 1 / (eps + c σ) · Σ_j D_j r^j        D_j = Σ_k a_k (1 - z_k) z_k^j
-
-It holds for every σ, also where eps matters. The D_j are sums over the steps, so a batch adds one term to each s: O(horizon) per batch
-and table, whatever the number of rows. After `horizon` steps the mean has decayed, and an entry is *settled*: it does not change any more.
-Of the first few batches the q_k are too far apart for the series; rows of those batches, and all rows in fp64, walk step by step.
+F depends on (s, t) and σ only. It is a series (adam_series.py) whose coefficients a batch changes by one term for each s: O(horizon) per
+batch and table, whatever the number of rows. After `horizon` steps the mean has decayed, and an entry is *settled*: it does not change
+any more. Of the first few batches the q_k are too far apart for the series; rows of those batches, and all rows in fp64, walk step by step.
 """
 
 from __future__ import annotations
@@ -21,24 +17,17 @@ import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.adam_series import CUT, ENTRY, NEVER, Entries, Floats, first_series, horizon, short_square
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.ops.device_memory import upload
 
-ORDER = 8  # of the series; kOrder in adam.cpp
-ENTRY = ORDER + 3  # centre, keep, coefficients
-_TOLERANCE = 5e-7  # of the series, relative to the movement of a row
-_CUT = {torch.float32: 1e-9, torch.float64: 1e-15}  # of the movement that is left at the horizon
-_NEVER = 1 << 31
 _MAX_CACHED = 16  # batches in flight, and a few more
 _BLOCK = 1 << 14  # entries computed at a time
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +45,7 @@ class MissedSteps:
     corrections: Tensor  # [>= step + 2, 2]: 1 - beta ** steps
     horizon: int
     first_series: int
+    short_square: float  # second moments from this on: the short series
 
     @property
     def num_settled(self) -> int:
@@ -82,16 +72,18 @@ class SkippedSteps:
 
     def __init__(self, config: OptimizerConfig, dtype: torch.dtype):
         self._config, self._dtype = config, dtype
-        self.horizon = horizon(config, _CUT[dtype])
-        self.first_series = first_series(config.beta1, config.beta2) if dtype == torch.float32 else _NEVER
+        self.horizon = horizon(config, CUT[dtype])
+        self.first_series = first_series(config.beta1, config.beta2) if dtype == torch.float32 else NEVER
+        self._short_square = short_square(config.beta1, config.beta2, config.eps)
         self._lock = threading.Lock()
         self._rates = np.empty(0)
         self._num_rates = 0
         self._base = 0  # steps before batch 0, of the run that this one was initialised from
         self._tables: dict[str, Tensor] = {}
-        self._settled = torch.empty(0, ENTRY)
+        self._settled = np.empty((0, ENTRY), dtype=np.float32)
         self._num_settled = 0
-        self._recent: _Entries | None = None
+        self._recent: Entries | None = None
+        self._kept, self._num_kept = np.zeros(1), 0
         self._cached: OrderedDict[int, MissedSteps] = OrderedDict()
 
     def record(self, batch: int, lr: float) -> None:
@@ -144,7 +136,7 @@ class SkippedSteps:
         if self._recent is not None and self._recent.step > step:
             self._recent = None
         self._num_settled = min(self._num_settled, max(step - self.horizon, 0))
-        self._num_rates = min(self._num_rates, step)
+        self._num_rates, self._num_kept = min(self._num_rates, step), min(self._num_kept, step)
         for name in ("rates", "keeps"):
             self._tables.pop(name, None)
 
@@ -152,22 +144,31 @@ class SkippedSteps:
         recent = torch.empty(0, ENTRY)
         late = np.empty(0)
         num_settled = max(step - self.horizon, 0)
-        if self.first_series < _NEVER:
-            recent = self._advanced(step).tensor()
+        if self.first_series < NEVER:
+            recent = torch.from_numpy(self._advanced(step).table())
         if self._config.weight_decay:
-            logs = np.concatenate([[0.0], np.cumsum(np.log1p(-self._rates[:step] * self._config.weight_decay))])
-            late = np.exp(logs[-1] - logs[self.horizon : self.horizon + num_settled])
+            kept = self._kept_logs(step)
+            late = np.exp(kept[step] - kept[self.horizon : self.horizon + num_settled])
         tables = self._step_tables(step)
         return MissedSteps(
             config=self._config,
             step=step,
-            settled=self._settled[:num_settled] if self.first_series < _NEVER else recent,
+            settled=torch.from_numpy(self._settled[:num_settled]) if self.first_series < NEVER else recent,
             recent=recent,
             late=torch.from_numpy(late).to(self._dtype),
             horizon=self.horizon,
             first_series=self.first_series,
+            short_square=self._short_square,
             **tables,
         )
+
+    def _kept_logs(self, step: int) -> Floats:
+        """The logarithm [>= step + 1] of what weight decay leaves of a weight after so many steps; grows step by step."""
+        logs = self._kept = _grown(self._kept, step + 1)
+        for i in range(self._num_kept, step):
+            logs[i + 1] = logs[i] + math.log1p(-self._rates[i] * self._config.weight_decay)
+        self._num_kept = max(self._num_kept, step)
+        return logs
 
     def _step_tables(self, step: int) -> dict[str, Tensor]:
         """Columns by step or by number of steps; as tables, because a vectorised pow rounds the tail of a tensor differently."""
@@ -182,7 +183,7 @@ class SkippedSteps:
             self._tables["keeps"] = (1 - rates * self._config.weight_decay).to(self._dtype)
         return dict(self._tables)
 
-    def _advanced(self, step: int) -> _Entries:
+    def _advanced(self, step: int) -> Entries:
         """The entries that are not settled at a step; those that settle on the way are stored."""
         recent = self._recent
         if recent is None or recent.step > step or step - recent.step > self.horizon:
@@ -193,149 +194,28 @@ class SkippedSteps:
         while recent.step < step:
             if len(recent.seen) == self.horizon:
                 self._settle(recent.cut(0, 1))
-                recent = recent.cut(1, self.horizon)
-            recent = recent.extended(self._config)
-            recent.add(self._rates, self._config, np.full(len(recent.seen), recent.step))
+            recent = recent.advance(self._rates, self._config, self.horizon)
         self._recent = recent
         return recent
 
-    def _computed(self, first: int, last: int, step: int) -> _Entries:
+    def _computed(self, first: int, last: int, step: int) -> Entries:
         """The entries first .. last at a step, from the rates alone; bitwise identical to adding batch after batch."""
-        entries = _Entries.empty(self._config, first, last, step)
+        entries = Entries.empty(self._config, first, last, step)
         for k in range(1, self.horizon + 1):
             some = entries.cut(0, min(max(step - k - first + 1, 0), last - first))
             some.add(self._rates, self._config, some.seen + k)
         return entries
 
-    def _settle(self, entries: _Entries) -> None:
+    def _settle(self, entries: Entries) -> None:
         begin, end = int(entries.seen[0]), int(entries.seen[-1]) + 1
         if end <= self._num_settled:
             return
         if end > len(self._settled):
-            settled = torch.empty(2 * end, ENTRY)
+            settled = np.empty((2 * end, ENTRY), dtype=np.float32)
             settled[: self._num_settled] = self._settled[: self._num_settled]
             self._settled = settled  # earlier results keep the old one
-        self._settled[begin:end] = entries.tensor()
+        self._settled[begin:end] = entries.table()
         self._num_settled = end
-
-
-@dataclass(slots=True, eq=False)
-class _Entries:
-    """Series of consecutive numbers of batches seen, up to a step."""
-
-    step: int
-    seen: npt.NDArray[np.int64]  # [n]
-    centre: Floats  # [n]
-    keep: Floats  # [n]
-    sums: Floats  # [n, ORDER + 1]
-
-    @staticmethod
-    def empty(config: OptimizerConfig, first: int, last: int, step: int) -> _Entries:
-        num = last - first
-        centres = np.array([_centre(config.beta1, config.beta2, seen) for seen in range(first, last)], dtype=np.float64)
-        return _Entries(step, np.arange(first, last), centres, np.ones(num), np.zeros((num, ORDER + 1)))
-
-    def cut(self, begin: int, end: int) -> _Entries:
-        """A range, in the same memory."""
-        own = slice(begin, end)
-        return _Entries(self.step, self.seen[own], self.centre[own], self.keep[own], self.sums[own])
-
-    def extended(self, config: OptimizerConfig) -> _Entries:
-        """A copy with an entry for the rows that the batch `step` has updated, one step further."""
-        new = _Entries.empty(config, self.step, self.step + 1, self.step)
-        joined = (
-            np.concatenate([getattr(self, name), getattr(new, name)]) for name in ("seen", "centre", "keep", "sums")
-        )
-        return _Entries(self.step + 1, *joined)
-
-    def add(self, rates: Floats, config: OptimizerConfig, steps: npt.NDArray[np.int64]) -> None:
-        """Adds to each entry its term of a step, in place; only exactly rounded operations on single elements."""
-        if not len(steps):
-            return
-        lr = rates[steps - 1]
-        decays, fades = _powers(config.beta1, int(steps[-1]) + 1), _powers(config.beta2, int(steps[-1]) + 1)
-        num = steps - self.seen
-        q = np.sqrt(fades[num] / (1 - fades[steps]))
-        z = (q - self.centre) / (q + self.centre)
-        term = lr * decays[num] / (1 - decays[steps]) * (1 - z)
-        keep = 1 - lr * config.weight_decay
-        self.keep *= keep
-        for j in range(ORDER + 1):
-            self.sums[:, j] = self.sums[:, j] * keep + term
-            term = term * z
-
-    def tensor(self) -> Tensor:
-        return torch.from_numpy(np.column_stack([self.centre, self.keep, self.sums])).to(torch.float32)
-
-
-def horizon(config: OptimizerConfig, cut: float) -> int:
-    """Number of steps without a gradient after which a row has made all but `cut` of its movement."""
-    ratio = config.beta1 / math.sqrt(config.beta2) if config.beta1 else 0.0
-    return max(math.ceil(math.log(cut) / math.log(ratio)), 1) if ratio else 1
-
-
-@cache
-def first_series(beta1: float, beta2: float) -> int:
-    """The number of batches from which the series is exact to `_TOLERANCE`; `_NEVER` if it converges too slowly."""
-    low, high = 0, 1
-    while _series_error(beta1, beta2, high) > _TOLERANCE:
-        low, high = high, 2 * high
-        if high > 1 << 20:
-            return _NEVER
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _series_error(beta1, beta2, middle) > _TOLERANCE else (low, middle)
-    return high
-
-
-def _series_error(beta1: float, beta2: float, seen: int) -> float:
-    """The largest relative error of the series over all σ, at a constant learning rate."""
-    a, q = _terms(beta1, beta2, seen)
-    if not a.any():
-        return 0.0  # without a mean nothing moves
-    centre = _centre(beta1, beta2, seen)
-    z = (q - centre) / (q + centre)
-    root = np.concatenate([[0.0], 10.0 ** np.linspace(-3, 9, 49)])[:, None]  # in units of eps
-    exact = (a / (q * root + 1)).sum(1)
-    ratio, value = (1 - centre * root[:, 0]) / (1 + centre * root[:, 0]), np.zeros(len(root))
-    for j in range(ORDER, -1, -1):
-        value = value * ratio + (a * (1 - z) * z**j).sum()
-    return float(np.abs(value / (1 + centre * root[:, 0]) / exact - 1).max())
-
-
-def _terms(beta1: float, beta2: float, seen: int) -> tuple[Floats, Floats]:
-    """a and q of a row that has seen so many batches, at learning rate 1."""
-    k = np.arange(1, horizon(OptimizerConfig(beta1=beta1, beta2=beta2), _CUT[torch.float32]) + 1)
-    decays, fades = _powers(beta1, seen + len(k) + 1), _powers(beta2, seen + len(k) + 1)
-    return decays[k] / (1 - decays[seen + k]), np.sqrt(fades[k] / (1 - fades[seen + k]))
-
-
-def _centre(beta1: float, beta2: float, seen: int) -> float:
-    """The centre of q for the entries of rows that have seen so many batches."""
-    return _centre_of(beta1, beta2, min(seen, _constant_after(beta1, beta2)))
-
-
-@cache
-def _centre_of(beta1: float, beta2: float, seen: int) -> float:
-    a, q = _terms(beta1, beta2, seen)
-    return float(a.sum() / (a / q).sum()) if a.any() else 1.0
-
-
-@cache
-def _constant_after(beta1: float, beta2: float) -> int:
-    """The number of batches after which the bias corrections are 1 in fp64."""
-    return math.ceil(40 / -math.log(max(beta1, beta2, 1e-3)))
-
-
-_POWERS: dict[float, Floats] = {}
-
-
-def _powers(beta: float, num: int) -> Floats:
-    """beta ** k for k < num, at least."""
-    known = _POWERS.get(beta)
-    if known is None or len(known) < num:
-        known = _POWERS[beta] = np.array([beta**k for k in range(2 * num)])
-    return known
 
 
 def _grown(values: Floats, num: int) -> Floats:

@@ -114,6 +114,20 @@ def test_intervals_hold_the_value_and_shrink_with_more_users():
     assert gain.high == pytest.approx(0.1), "paired: what both share cancels"
 
 
+def test_intervals_of_ratios_cover_about_95_times_in_100():
+    """Users have their own number of pairs, as in GAUC, and the share of right ones depends on it."""
+    rng = np.random.default_rng(2)
+
+    def sample(num):
+        pairs = rng.integers(1, 9, num)
+        return Ratio(rng.binomial(pairs, 0.5 + 0.04 * pairs).astype(float), pairs.astype(float))
+
+    counts = np.arange(1, 9)
+    truth = (counts * (0.5 + 0.04 * counts)).sum() / counts.sum()
+    found = [intervals({"x": sample(200)}, seed=seed, num=200)["x"] for seed in range(100)]
+    assert 89 <= sum(one.low <= truth <= one.high for one in found) <= 100  # 95 expected, deviation 2.2
+
+
 def test_a_report_has_slices_and_compares_pairwise(tmp_path):
     parts = [predicted(CLICK), predicted(STARS), predicted(TIME)]
     before = np.arange(600)

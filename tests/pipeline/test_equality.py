@@ -79,6 +79,13 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     check(world_size, wide_log if "limits" in more else log, settings, arms, num_steps=settings.pop("num_steps", 6))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adam", "lazy_adam"])
+def test_nested_with_both_adams(wide_log, world_size, optimizer):
+    arms = [{"mode": "nested", "buffered": True, "depth": 2}, {"mode": "nested", "buffered": False, "chunks": "shared"}]
+    check(world_size, wide_log, {"batch_size": 5, "micro_batches": 2, "optimizer": optimizer}, arms, num_steps=10)
+
+
 def test_barriers_leave_no_trace(log):
     arms = [{"mode": mode, "buffered": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
     arms += [{**arms[-1], "chunks": "shared"}, {**arms[-1], "chunks": 2}]

@@ -14,10 +14,11 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.distributed.process_group import World
-from nestpipe.embedding import admission, chunked_exchange, id_exchange, replica_groups
+from nestpipe.embedding import admission, chunked_exchange, id_exchange, replica_groups, table
 from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer
 from nestpipe.embedding.routing import own_requests
-from nestpipe.embedding.row_ops import ArrivedGrads
+from nestpipe.embedding.row_ops import ArrivedGrads, gather_rows
+from nestpipe.embedding.skipped_steps import SkippedSteps
 from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.embedding.unique_ids import among
 from nestpipe.embedding.usage_ledger import TorchLedger
@@ -26,7 +27,7 @@ from nestpipe.pipeline import sequential, stages
 from nestpipe.pipeline.schedule import Kind
 from tests.pipeline import orders
 from tests.pipeline.mutants import NUM_BATCHES, Arena, plain, schedule_of
-from tests.pipeline.toy_training import Case
+from tests.pipeline.toy_training import NOT_FINITE, Case
 
 Patch = Callable[[Case], AbstractContextManager[object]]
 
@@ -339,6 +340,27 @@ def weight_of_own_group(case: Case) -> AbstractContextManager[object]:
     return patch.object(Window, "_unite_groups", united)
 
 
+def rows_not_caught_up(case: Case) -> AbstractContextManager[object]:
+    """Exact Adam: rows are read as of their last update."""
+
+    def gather(optimizer, rows, state, slots, out=None, *, batch, native=None):
+        return gather_rows(rows, slots, out)
+
+    return patch.object(table, "gather_slots", gather)
+
+
+def caught_up_one_batch_short(case: Case) -> AbstractContextManager[object]:
+    """Exact Adam: rows are read and updated one step behind."""
+    at = SkippedSteps.at
+    return patch.object(SkippedSteps, "at", lambda steps, batch: at(steps, max(batch - 1, 0)))
+
+
+def skipped_batch_not_counted(case: Case) -> AbstractContextManager[object]:
+    """Exact Adam: a batch that is not finite is no step for the rows."""
+    at = SkippedSteps.at
+    return patch.object(SkippedSteps, "at", lambda steps, batch: at(steps, batch - (batch > NOT_FINITE)))
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """A wrong pipeline, and the training and the order that show it."""
@@ -356,6 +378,9 @@ WRONG = [
     Wrong(state_not_taken, replace(BUFFERED, optimizer="adam")),
     Wrong(state_not_written_back, BUFFERED),
     Wrong(state_not_written_back, replace(BUFFERED, optimizer="adam")),
+    Wrong(rows_not_caught_up, replace(IN_PLACE, optimizer="adam")),
+    Wrong(caught_up_one_batch_short, replace(IN_PLACE, optimizer="adam")),
+    Wrong(skipped_batch_not_counted, replace(IN_PLACE, optimizer="adam")),
     Wrong(ranks_backwards, IN_PLACE, min_ranks=3),
     Wrong(rank_by_rank, replace(IN_PLACE, num_micro_batches=3, admit_after=1), min_ranks=3),
     Wrong(micro_batches_backwards, replace(IN_PLACE, num_micro_batches=3, admit_after=1)),

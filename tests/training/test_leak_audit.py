@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from nestpipe import recipes
 from nestpipe.cli import main
 from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.ingest import SideTable, write_sequences
@@ -25,6 +26,7 @@ from nestpipe.training.leak_audit import LeakAudit, audit_run
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
 from tests.eval.ranking_ranks import ranking_config
+from tests.serve import small_generative
 from tests.small_runs import small_config, small_log
 
 NUM_USERS, NUM_ITEMS = 40, 30
@@ -41,6 +43,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def leaks(found: LeakAudit) -> list[str]:
     return [one.name for one in found.leaks]
+
+
+def one_event_later(history: Any) -> Any:
+    """Histories with the target in them."""
+
+    def longer(self: BatchBuilder, samples: Any, start: Any, end: Any, *, request_ms: Any) -> Any:
+        return history(self, samples, start + 1, end + 1, request_ms=request_ms)
+
+    return longer
 
 
 def test_a_run_without_leaks_reads_its_declared_inputs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,16 +71,41 @@ def test_a_run_without_leaks_reads_its_declared_inputs(run: Run, capsys: pytest.
 def test_the_target_in_the_history_is_found(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    history = BatchBuilder.history
-
-    def longer(self: BatchBuilder, samples: Any, start: Any, end: Any, *, request_ms: Any) -> Any:
-        return history(self, samples, start + 1, end + 1, request_ms=request_ms)
-
-    monkeypatch.setattr(BatchBuilder, "history", longer)
+    monkeypatch.setattr(BatchBuilder, "history", one_event_later(BatchBuilder.history))
     assert main(["eval", str(run.folder), "--audit"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "audit: 1 leaks" in out
     assert leaks(audit_run(Run.open(run.folder))) == ["evaluation reads held-out events"]
+
+
+RECIPES = ("sasrec", "beauty_esasrec", "ml1m_hstu_meta", "ml1m_fuxi_alpha")
+
+
+def run_of(recipe: str, folder: Path) -> Run:
+    """A recipe with its blocks, loss and protocol, in a small size."""
+    if recipe == "generative":
+        return small_generative.make_run(folder)
+    config = recipes.RECIPES[recipe]()
+    size: dict[str, Any] = {"dim": 8} | ({"qk_dim": 4, "v_dim": 4} if hasattr(config.model, "qk_dim") else {})
+    config = replace(
+        config,
+        data=replace(config.data, path=str(small_log(folder / "log").path), max_len=8, batch_size=11),
+        model=replace(config.model, **size),
+        train=replace(config.train, epochs=1, patience=0, num_threads=1),
+    )
+    return train_to_end(config, folder / "run", quiet=True).run
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "generative"])
+def test_recipes_read_their_declared_inputs_only(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(recipe, tmp_path)
+    found = audit_run(run)
+    assert not found.leaks
+    time = [one for one in found.declared if one.startswith("time of the request")]
+    reads = {"ml1m_hstu_meta", "ml1m_fuxi_alpha"}
+    assert time == [f"time of the request: {'read' if recipe in reads else 'not read'} by the model"]
+    monkeypatch.setattr(BatchBuilder, "history", one_event_later(BatchBuilder.history))
+    assert "evaluation reads held-out events" in leaks(audit_run(Run.open(run.folder)))
 
 
 def test_validation_events_in_vocabulary_statistics_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

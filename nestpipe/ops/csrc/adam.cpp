@@ -1,5 +1,5 @@
 // Adam on rows: lazy (a row counts its own steps), and exact, where a row that is read or updated first makes the steps of
-// the batches that did not look it up (embedding/skipped_steps.py has the formulas, embedding/catch_up.py the same in torch).
+// the batches that did not look it up (embedding/skipped_steps.py and adam_series.py have the formulas, row_adam.py the same in torch).
 //
 // As in rows.cpp, every element is computed by exactly rounded operations in one fixed order.
 
@@ -13,8 +13,9 @@ namespace {
 
 using namespace nestpipe;
 
-constexpr int kOrder = 8;  // of the series; ORDER in skipped_steps.py
-constexpr int64_t kEntry = kOrder + 3;  // centre, keep, coefficients
+constexpr int kOrder = 8;  // of the series; ORDER in adam_series.py
+constexpr int kShort = 4;  // terms of the short series
+constexpr int64_t kEntry = 2 + kOrder + 1 + kShort;  // centre, keep, coefficients of both
 
 }  // namespace
 
@@ -45,6 +46,7 @@ struct nestpipe_missed {
   const float* powers;  // [step + 1, 2]: beta ** number of steps for both betas
   int64_t horizon;  // steps after which a row without gradients does not move
   int64_t first_series;  // fewer batches than these: step by step
+  float short_square;  // second moments from this on: the short series
 };
 
 }  // extern "C"
@@ -69,42 +71,87 @@ void walk(const nestpipe_missed& missed, const nestpipe_adam& adam, int64_t seen
   }
 }
 
-// All steps at once, by the series. Wide vectors: the polynomial costs more than root and division.
+// Wide vectors: the series cost more than root and division. Not inlined: compilers then forget that rows do not overlap.
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((target("prefer-vector-width=512")))
+#define WIDE __attribute__((noinline, target("prefer-vector-width=512")))
+#else
+#define WIDE __attribute__((noinline))
 #endif
-void jump(const float* __restrict entry, float eps, int64_t dim, const float* __restrict mean,
-          const float* __restrict square, float* __restrict weights) {
-  const float centre = entry[0], keep = entry[1];
-  const float* coefficients = entry + 2;
+
+// The sum of coefficients[j] * at ** j for j < kNum.
+template <int kNum>
+inline float polynomial(const float* coefficients, float at) {
+  float sum = coefficients[kNum - 1];
+  for (int j = kNum - 2; j >= 0; --j) sum = sum * at + coefficients[j];
+  return sum;
+}
+
+// How far a weight moves per unit of its mean. kIsShort: the second moment is known to be large enough for the short series.
+template <bool kIsShort>
+inline float movement(const float* entry, float eps, float short_square, float square) {
+  const float root = std::sqrt(square), inverse = 1.0f / root;
+  const float part = polynomial<kShort>(entry + 2 + kOrder + 1, inverse * -eps) * inverse;
+  if (kIsShort) return part;
+  const float scaled = root * entry[0], below = 1.0f / (scaled + eps);
+  const float whole = polynomial<kOrder + 1>(entry + 2, (eps - scaled) * below) * below;
+  return square < short_square ? whole : part;
+}
+
+WIDE bool all_short(const float* __restrict square, int64_t dim, float short_square) {
+  int is_below = 0;
+  for (int64_t k = 0; k < dim; ++k) is_below |= square[k] < short_square;
+  return !is_below;
+}
+
+// The steps that a row has missed.
+struct Gap {
+  const float* entry;  // of the series; null: step by step
+  float late;  // what weight decay leaves after the horizon
+
+  Gap(const nestpipe_missed& missed, int64_t seen)
+      : entry(nullptr), late(missed.decays && seen < missed.num_settled ? missed.late[seen] : 1.0f) {
+    if (seen == 0 || seen < missed.first_series || seen >= missed.step) return;
+    const bool is_settled = seen < missed.num_settled;
+    entry = is_settled ? missed.settled + seen * kEntry : missed.recent + (seen - missed.num_settled) * kEntry;
+  }
+};
+
+// All steps at once, by the series.
+template <bool kIsShort>
+WIDE void jump(const Gap& gap, float short_square, float eps, int64_t dim, const float* __restrict mean,
+               const float* __restrict square, const float* __restrict from, float* __restrict to) {
+  const float* __restrict entry = gap.entry;
+  const float keep = entry[1], late = gap.late;
   for (int64_t k = 0; k < dim; ++k) {
-    const float scaled = std::sqrt(square[k]) * centre;
-    const float inverse = 1.0f / (scaled + eps);
-    const float ratio = (eps - scaled) * inverse;
-    float sum = coefficients[kOrder];
-    for (int j = kOrder - 1; j >= 0; --j) sum = sum * ratio + coefficients[j];
-    weights[k] = weights[k] * keep - mean[k] * (sum * inverse);
+    to[k] = (from[k] * keep - mean[k] * movement<kIsShort>(entry, eps, short_square, square[k])) * late;
   }
 }
 
-// Weights of a row as of `missed.step`, in place; `seen` are the batches that it has seen.
-void catch_up(const nestpipe_missed& missed, const nestpipe_adam& adam, int64_t seen, int64_t dim, const float* mean,
-              const float* square, float* weights) {
+// Step by step, in place: a row of the first batches, or one that never had a gradient and has only decayed.
+void walk(const nestpipe_missed& missed, const nestpipe_adam& adam, const Gap& gap, int64_t seen, int64_t dim,
+          const float* mean, const float* square, float* weights) {
   if (seen >= missed.step) return;
-  if (seen == 0) {  // never had a gradient: it has only decayed
-    if (!missed.decays) return;
+  if (seen > 0) {
+    walk(missed, adam, seen, dim, mean, square, weights);
+  } else if (missed.decays) {
     for (int64_t i = 0; i < std::min(missed.step, missed.horizon); ++i) {
       for (int64_t k = 0; k < dim; ++k) weights[k] *= missed.keeps[i];
     }
-  } else if (seen < missed.first_series) {
-    walk(missed, adam, seen, dim, mean, square, weights);
-  } else {
-    const bool is_settled = seen < missed.num_settled;
-    const float* entry = is_settled ? missed.settled + seen * kEntry : missed.recent + (seen - missed.num_settled) * kEntry;
-    jump(entry, adam.eps, dim, mean, square, weights);
   }
-  if (missed.decays && seen < missed.num_settled) {
-    for (int64_t k = 0; k < dim; ++k) weights[k] *= missed.late[seen];
+  for (int64_t k = 0; k < dim; ++k) weights[k] *= gap.late;
+}
+
+// `to` = the weights `from` as of `missed.step`; `seen` are the batches that the row has seen.
+void catch_up(const nestpipe_missed& missed, const nestpipe_adam& adam, int64_t seen, int64_t dim, const float* mean,
+              const float* square, const float* from, float* to) {
+  const Gap gap(missed, seen);
+  if (gap.entry == nullptr) {
+    std::memcpy(to, from, dim * sizeof(float));
+    walk(missed, adam, gap, seen, dim, mean, square, to);
+  } else if (all_short(square, dim, missed.short_square)) {
+    jump<true>(gap, missed.short_square, adam.eps, dim, mean, square, from, to);
+  } else {
+    jump<false>(gap, missed.short_square, adam.eps, dim, mean, square, from, to);
   }
 }
 
@@ -122,6 +169,30 @@ void step_row(const nestpipe_rows& call, const nestpipe_adam& adam, int64_t slot
     square[k] = square[k] * adam.beta2 + grad * grad * adam.rest2;
     const float denominator = std::sqrt(square[k] / second) + adam.eps;
     weights[k] = weights[k] * keep - mean[k] / first * lr / denominator;
+  }
+}
+
+// `jump` and `step_row` in one pass; `powers` are those of the betas over the gap.
+template <bool kIsShort>
+WIDE void jump_and_step(const nestpipe_rows& call, const nestpipe_adam& adam, const nestpipe_missed& missed,
+                        const Gap& gap, const float* powers, int64_t slot, const float* __restrict grads) {
+  const int64_t dim = call.dim, step = missed.step + 1;
+  const float* __restrict entry = gap.entry;
+  const float lr = call.lr, keep = call.keep, kept = entry[1], late = gap.late, eps = adam.eps;
+  const float beta1 = adam.beta1, rest1 = adam.rest1, beta2 = adam.beta2, rest2 = adam.rest2;
+  const float first = adam.corrections[2 * step], second = adam.corrections[2 * step + 1];
+  const float power1 = powers[0], power2 = powers[1], short_square = missed.short_square;
+  float* __restrict weights = call.weights + slot * dim;
+  float* __restrict means = adam.mean + slot * dim;
+  float* __restrict squares = adam.square + slot * dim;
+  for (int64_t k = 0; k < dim; ++k) {
+    const float grad = grads[k];
+    const float moved = means[k] * movement<kIsShort>(entry, eps, short_square, squares[k]);
+    const float weight = (weights[k] * kept - moved) * late;
+    const float mean = means[k] * power1 * beta1 + grad * rest1;
+    const float square = squares[k] * power2 * beta2 + grad * grad * rest2;
+    means[k] = mean, squares[k] = square;
+    weights[k] = weight * keep - mean / first * lr / (std::sqrt(square / second) + eps);
   }
 }
 
@@ -150,16 +221,22 @@ int64_t nestpipe_rows_lazy_adam(const nestpipe_rows* call, const nestpipe_adam* 
 int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam, const nestpipe_missed* missed) {
   const int64_t dim = call->dim, row_bytes = dim * static_cast<int64_t>(sizeof(float));
   const nestpipe_adam state = *adam;
-  return update(*call, {{state.mean, row_bytes}, {state.square, row_bytes}}, [=](int64_t slot, const float* grads) {
+  const std::initializer_list<Column> others = {
+      {state.mean, row_bytes}, {state.square, row_bytes}, {state.step, sizeof(int32_t)}};
+  return update(*call, others, [=](int64_t slot, const float* grads) {
     float *__restrict mean = state.mean + slot * dim, *__restrict square = state.square + slot * dim;
     const int64_t seen = state.step[slot];
-    if (seen < missed->step) {
-      catch_up(*missed, state, seen, dim, mean, square, call->weights + slot * dim);
-      const float* powers = missed->powers + 2 * (missed->step - seen);
-      const float first = powers[0], second = powers[1];
-      for (int64_t k = 0; k < dim; ++k) mean[k] *= first, square[k] *= second;
+    const float* powers = missed->powers + 2 * std::max<int64_t>(missed->step - seen, 0);
+    const Gap gap(*missed, seen);
+    if (gap.entry == nullptr) {
+      walk(*missed, state, gap, seen, dim, mean, square, call->weights + slot * dim);
+      for (int64_t k = 0; k < dim; ++k) mean[k] *= powers[0], square[k] *= powers[1];
+      step_row(*call, state, slot, missed->step + 1, grads);
+    } else if (all_short(square, dim, missed->short_square)) {
+      jump_and_step<true>(*call, state, *missed, gap, powers, slot, grads);
+    } else {
+      jump_and_step<false>(*call, state, *missed, gap, powers, slot, grads);
     }
-    step_row(*call, state, slot, missed->step + 1, grads);
     state.step[slot] = static_cast<int32_t>(missed->step + 1);
   });
 }
@@ -182,9 +259,8 @@ int64_t nestpipe_rows_adam_gather(const nestpipe_rows* call, const nestpipe_adam
         }
       }
       const int64_t slot = call->slots[i];
-      float* row = out + i * dim;
-      copy_row(reinterpret_cast<char*>(row), reinterpret_cast<const char*>(call->weights + slot * dim), row_bytes);
-      catch_up(*missed, *adam, adam->step[slot], dim, adam->mean + slot * dim, adam->square + slot * dim, row);
+      const float *mean = adam->mean + slot * dim, *square = adam->square + slot * dim;
+      catch_up(*missed, *adam, adam->step[slot], dim, mean, square, call->weights + slot * dim, out + i * dim);
     }
   });
   return call->n;
