@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,7 @@ from nestpipe.config import Config
 from nestpipe.data.config import DataConfig
 from nestpipe.data.ingest import write_sequences
 from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.data.sequences import Sequences
 from nestpipe.gateway.router import InstanceAddress
 from nestpipe.jagged import Cursor
 from nestpipe.models.config import RankingConfig
@@ -77,7 +79,11 @@ def relay_long(folder: Path, num_users: int, *, times: float = 2.0) -> World:
         write_sequences(data, schema=schema, log=log)
     if not Run.exists(run):
         settings = DataConfig(
-            path=str(data), max_len=max_len, truncate_block=max_len // 16, split="time", split_time="2100-01-01"
+            path=str(data),
+            max_len=max_len,
+            truncate_block=max(max_len // 16, 10),
+            split="time",
+            split_time=_last_second(data),
         )
         model = RankingConfig(dim=64, num_blocks=2, num_heads=2, qk_dim=32, v_dim=32, dropout=0.0)
         base = recipes.ml1m_ranking()
@@ -92,6 +98,13 @@ def relay_ml1m(folder: Path, data: Path) -> World:
         base = recipes.ml1m_ranking()
         _new_run(replace(base, data=replace(base.data, path=str(data))), run)
     return _world(run, num_candidates=512)
+
+
+def _last_second(data: Path) -> str:
+    """The time of the last event, so that both sides of the split have events; serving reads all of them."""
+    times = Sequences.open(data).times
+    assert times is not None
+    return datetime.fromtimestamp(int(times.max()) // 1000, UTC).isoformat()
 
 
 def _fields(config: DataConfig) -> dict[str, object]:
