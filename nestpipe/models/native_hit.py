@@ -46,8 +46,8 @@ class NativeHit:
                 moment = int(batch.times.values[start]), int(batch.query_times.values[start])
             requests.append(
                 HitRows(
-                    x=torch.cat([events[start:end], own]) if end > start else own,
-                    num_events=end - start,
+                    events=events[start:end],
+                    candidates=own,
                     keys=prefix.keys,
                     values=prefix.values,
                     times=prefix.times if is_timed else None,

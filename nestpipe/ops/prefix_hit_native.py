@@ -36,7 +36,7 @@ class _Request(ctypes.Structure):
     """`struct HitRequest`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "keys", "values", "times")),
+        *((name, c_void_p) for name in ("event", "candidates", "keys", "values", "times")),
         *((name, c_int64) for name in ("num_events", "num_candidates", "num_cached", "event_time", "request_time")),
         ("scores", c_void_p),
     )
@@ -93,10 +93,10 @@ class HitShape:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HitRows:
-    """One request: input vectors [events + candidates, D] with at most one event, and the cached rows before them."""
+    """One request: input vectors [n, D] of at most one event and of candidates, and the cached rows before them."""
 
-    x: Tensor
-    num_events: int
+    events: Tensor
+    candidates: Tensor
     keys: Sequence[Tensor]  # of each block [P, H, Q]
     values: Sequence[Tensor]  # of each block [P, H, V]
     times: Tensor | None  # [P]; None for a log without times
@@ -146,19 +146,19 @@ class HitWeights:
 
 def score_hits(weights: HitWeights, requests: Sequence[HitRows]) -> Tensor:
     """Scores [C, labels] of all requests' candidates, request by request; raises MemoryError."""
-    counts = [len(one.x) - one.num_events for one in requests]
+    counts = [len(one.candidates) for one in requests]
     scores = torch.empty(sum(counts), weights.num_labels)
     rows, kept, first = (_Request * len(requests))(), list[object](), 0
     for own, one, count in zip(rows, requests, counts, strict=True):
-        tensors = [tensor.contiguous() for tensor in (one.x, *one.keys, *one.values)]
-        x, *cached = map(address, tensors)
+        tensors = [tensor.contiguous() for tensor in (one.events, one.candidates, *one.keys, *one.values)]
+        own.event, own.candidates, *cached = map(address, tensors)
         pointers = (c_void_p * len(cached))(*cached)
         times = None if one.times is None else one.times.contiguous()
         kept += [tensors, pointers, times]
-        own.x, own.times = x, None if times is None else address(times) or address(scores)  # no pointer if it is empty
+        own.times = None if times is None else address(times) or address(scores)  # no pointer if it is empty
         own.keys = ctypes.addressof(pointers)
         own.values = own.keys + len(one.keys) * ctypes.sizeof(c_void_p)
-        own.num_events, own.num_candidates, own.num_cached = one.num_events, count, len(one.keys[0])
+        own.num_events, own.num_candidates, own.num_cached = len(one.events), count, len(one.keys[0])
         own.event_time, own.request_time = one.event_time, one.request_time
         own.scores = address(scores) + first * weights.num_labels * scores.itemsize
         first += count

@@ -10,6 +10,7 @@
 // The score of a candidate is bitwise independent of other candidates and of other requests.
 
 #include "attention.h"
+#include "hit_tiles.h"
 #include "time_buckets.h"
 
 // The weights of a block, rows [in, out] padded to whole vectors; ops/prefix_hit_native.py has the same list.
@@ -19,7 +20,7 @@ struct HitBlock {
 };
 
 struct HitRequest {
-  const float* x;  // [events + candidates, dim]
+  const float *event, *candidates;  // input vectors [events, dim] and [candidates, dim]
   const float *const *keys, *const *values;  // of each block [cached, heads, width]
   const int64_t* times;                      // [cached], null for a log without times
   int64_t num_events, num_candidates, num_cached, event_time, request_time;
@@ -39,70 +40,6 @@ struct PrefixHit {
 namespace {
 
 using namespace nestpipe;
-
-constexpr int64_t kKeyTile = 48;    // keys and candidates of a tile of scores: it stays in the first-level cache
-constexpr int64_t kQueryTile = 64;
-constexpr int64_t kPadding = 16;    // floats to which rows of weights are padded, for every kWidth
-
-// 1 / x for x in [1, 1e38], with a relative error of about 2e-7.
-inline Floats inverse(Floats x) {
-#if defined(__AVX512F__)
-  const Floats guess = _mm512_rcp14_ps(x);
-#elif defined(__AVX2__)
-  const Floats guess = _mm256_rcp_ps(x);
-#else
-  return 1.0f / x;
-#endif
-#if defined(__AVX2__) || defined(__AVX512F__)
-  return guess * fma(-x, guess, splat(2.0f));
-#endif
-}
-
-inline Floats silu(Floats x) { return x * inverse(exp_minus(x) + 1.0f); }
-
-// to[R keys, V vectors of candidates] = silu(K · Q' + bias), transposed scores.
-template <int R, int V>
-inline void score_tile(int64_t depth, const float* k, int64_t k_row, const float* q, const float* bias, float* to) {
-  Floats sums[R][V];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) sums[r][v] = bias == nullptr ? Floats{} : splat(bias[r]);
-  for (int64_t i = 0; i < depth; ++i) {
-    Floats right[V];
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) right[v] = load(q + i * kPanel + v * kWidth);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const Floats left = splat(k[r * k_row + i]);
-#pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) store(to + r * kQueryTile + v * kWidth, silu(sums[r][v]));
-}
-
-template <int R>
-inline void score_rows(int64_t width, int64_t depth, int64_t panel, const float* k, int64_t k_row, const float* q,
-                       const float* bias, float* to) {
-  for (; width >= kPanel; width -= kPanel, q += panel, to += kPanel) score_tile<R, 2>(depth, k, k_row, q, bias, to);
-  if (width > 0) score_tile<R, 1>(depth, k, k_row, q, bias, to);
-}
-
-inline void scores_of(int64_t rows, int64_t width, int64_t depth, int64_t panel, const float* k, int64_t k_row,
-                      const float* q, const float* bias, float* to) {
-  switch (rows) {
-    case 1: return score_rows<1>(width, depth, panel, k, k_row, q, bias, to);
-    case 2: return score_rows<2>(width, depth, panel, k, k_row, q, bias, to);
-    case 3: return score_rows<3>(width, depth, panel, k, k_row, q, bias, to);
-    case 4: return score_rows<4>(width, depth, panel, k, k_row, q, bias, to);
-    case 5: return score_rows<5>(width, depth, panel, k, k_row, q, bias, to);
-    default: return score_rows<6>(width, depth, panel, k, k_row, q, bias, to);
-  }
-}
 
 // One thread's work on requests; its memory is kept for the next ones.
 class HitWorker {
@@ -147,7 +84,10 @@ class HitWorker {
 
   void read_inputs() {
     x.zeros(num_rows * dim);
-    for (int64_t row = 0; row < num_rows; ++row) std::copy_n(r->x + row * a->dim, a->dim, x.at(row * dim));
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t other = row - r->num_events;
+      std::copy_n(other < 0 ? r->event : r->candidates + other * a->dim, a->dim, x.at(row * dim));
+    }
     if (!is_timed()) return;
     Buckets search(a->boundaries, a->num_boundaries);
     buckets.resize(history + 1);
@@ -282,7 +222,7 @@ class HitWorker {
         Floats sums{};
         int64_t i = 0;
         for (; i + kWidth <= D; i += kWidth) sums = fma(load(q + i), load(other + i), sums);
-        float dot = sum(sums);
+        float dot = sum_pairs(sums);
         for (; i < D; ++i) dot += q[i] * other[i];
         *event_scores.at(j) = dot + (C == 1 ? *event_position.at(j) : 0.0f);
       }
@@ -336,12 +276,18 @@ class HitWorker {
     for (int64_t i = 0; i < count; i += kQueryTile) {
       const int64_t queries = std::min(kQueryTile, count - i), width = round_up(queries, kWidth);
       const float* q = panels.at((h * round_up(count, kPanel) + i) * Dp);
-      for (int64_t j = 0; j < num_keys; j += kRows)
+      int64_t j = 0, row = 0;
+      for (; j + kTall <= num_keys; j += kTall)
+        score_rows<kTall>(width, D, panel, k + j * H * D, H * D, q, C == 1 ? bias + j : nullptr, scores.at(j * kQueryTile));
+      for (; j < num_keys; j += kRows)
         scores_of(std::min(kRows, num_keys - j), width, D, panel, k + j * H * D, H * D, q, C == 1 ? bias + j : nullptr,
                   scores.at(j * kQueryTile));
-      for (int64_t row = 0; row < queries; row += kRows)
-        product(std::min(kRows, queries - row), Vp, num_keys, Left{scores.at(row), 1, kQueryTile},
-                Right{v, v_row, kPanel}, outs.at((h * count + i + row) * Vp), Vp, true);
+      const Right right{v, v_row, kPanel};
+      for (; row + kTall <= queries; row += kTall)
+        product_rows<kTall>(Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, right, outs.at((h * count + i + row) * Vp), Vp, true);
+      for (; row < queries; row += kRows)
+        product(std::min(kRows, queries - row), Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, right,
+                outs.at((h * count + i + row) * Vp), Vp, true);
     }
   }
 
