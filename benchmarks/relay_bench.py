@@ -113,7 +113,7 @@ class Bench:
         self.num_loads = self.num_void = self.num_dropped = 0
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
-        self._candidates = CandidateItems(chosen, np.zeros(len(chosen), dtype=np.float32))
+        self._candidates = CandidateItems(chosen.tolist(), [0.0] * len(chosen))
         self.zipf = relay_load.Zipf(len(world.users), 0.8, SEED)
 
     def cold_mix(self, warm: np.ndarray, cold: np.ndarray, share: float) -> relay_load.ColdMix:
