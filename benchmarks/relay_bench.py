@@ -1,9 +1,8 @@
 """The arms of relay.py: instances on a core, loads sent to them through a gateway's cascade, and searches.
 
-A production system is warm. So before the measurement, arms that cache KV prefixes receive requests in a closed loop for the
-users of 20,000 draws of the workload, the most frequent first and each once: the state that so many requests would leave in a
-cache that is too small for all. The warm-up time is bounded; the number of users and the hit rate of the measured requests are
-printed with the result.
+A production system is warm. So before the measurement, arms that cache KV prefixes receive one request of each warm user. A
+stated share of the measured requests is of cold users, whose prefix nobody has cached; after a load their prefixes are
+invalidated, so that they are cold again in the next one.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ from nestpipe.serve.config import Stages
 from nestpipe.serve.schemas import PrefillRequest, RecommendRequest
 
 T = TypeVar("T")
-Draw = Callable[[int], np.ndarray]
 GOOD_SHARE = 0.99
-HISTORY_STEP = 1.15
-RATE_STEP = 1.25
-MIN_REQUESTS = 100  # in a load, however slow; few say nothing about a 99th percentile
+RATE_STEP = 1.2
+COARSE_STEP, COARSE_REQUESTS = 1.5, 60  # of the first search
 TRIES = 2  # of a load that is void
 BLOCK_TRIES = 4  # of a block in which one stays so
-WARM_DRAWS, WARM_AT_ONCE = 20_000, 8
+WARM_AT_ONCE = 8
 _REASON = re.compile(r'^nestpipe_reason_total\{reason="(\w+)"\} ([\d.e+]+)$', re.MULTILINE)
 
 
@@ -67,12 +64,13 @@ class Silent(InstanceClient):
 
 
 class Reached(TypedDict):
-    """Of a block: good answers per second, the rate of the ladder at which they were, paths of all answers and CPU for each."""
+    """Of a search: good answers per second, the rate of the ladder at which they were, paths of all answers and CPU for each."""
 
     per_s: float
     rate: float
     paths: dict[str, int]
     cpu_ms: float
+    num_requests: int
 
 
 @dataclass(slots=True)
@@ -84,9 +82,12 @@ class Running:
     pids: list[int]
     rate: float = 0.0
     is_found: bool = False  # whether the rate is near what the arm can do
-    rung: int = -1  # of histories; -1 before one is found
-    num_warm: int = 0  # requests of the warm-up
+    warm: set[int] = field(default_factory=set)  # places of users that were asked for
     outcomes: list[relay_load.Outcome] = field(default_factory=list)
+
+    @property
+    def is_cached(self) -> bool:
+        return self.name != "full"
 
     def signals(self) -> dict[str, int]:
         """What became of the signals that its instances got so far, by reason."""
@@ -104,17 +105,21 @@ class Running:
 
 
 class Bench:
-    """Starts arms and offers loads to them."""
+    """Starts arms and offers loads of `num_requests` to them."""
 
-    def __init__(self, world: World, *, seconds: float, stack: ExitStack, dry: bool = False):
-        self.world, self.seconds, self._stack, self._dry = world, seconds, stack, dry
+    def __init__(self, world: World, *, num_requests: int, stack: ExitStack, dry: bool = False):
+        self.world, self.num_requests, self._stack, self._dry = world, num_requests, stack, dry
         self._seed = SEED
         self.num_loads = self.num_void = self.num_dropped = 0
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
-        self._candidates = CandidateItems(chosen, np.zeros(len(chosen), dtype=np.float32))
+        self._candidates = CandidateItems(chosen.tolist(), [0.0] * len(chosen))
         self.zipf = relay_load.Zipf(len(world.users), 0.8, SEED)
-        self.draw: Draw = self.zipf
+
+    def cold_mix(self, warm: np.ndarray, cold: np.ndarray, share: float) -> relay_load.ColdMix:
+        """Draws of warm and cold users (places in the world); no two loads are the same."""
+        self._seed += 1
+        return relay_load.ColdMix(self.zipf, warm=warm, cold=cold, share=share, seed=self._seed)
 
     def start(self, name: str, *, budget_ms: float, stack: ExitStack | None = None) -> Running:
         """Starts an arm's instances, which end with the stack or with the bench."""
@@ -141,21 +146,31 @@ class Bench:
 
         asyncio.run(body())
 
-    def warm_up(self, arm: Running, seconds: float) -> None:
-        """Fills the caches of an arm, see above."""
-        users, counts = np.unique(relay_load.Zipf(len(self.world.users), 0.8, SEED)(WARM_DRAWS), return_counts=True)
-        order = users[np.argsort(-counts, kind="stable")]
-        requests = self.world.users[order].tolist(), (self.world.last_s[order] + 60).tolist()
+    def warm_up(self, arm: Running, places: np.ndarray) -> None:
+        """One request for each of some users that had none, if the arm caches prefixes."""
+        new = np.array([place for place in places.tolist() if place not in arm.warm], np.int64)
+        if not arm.is_cached or not len(new):
+            return
+        users, times = self.world.users[new].tolist(), (self.world.last_s[new] + 60).tolist()
+        name = str(len(arm.warm))
+        self.with_cascade(
+            arm,
+            60_000,
+            lambda cascade: relay_load.warm_up(cascade, users, times, name=name, at_once=WARM_AT_ONCE),
+        )
+        arm.warm.update(new.tolist())
+        print(f"  {arm.name:<13} warm: {len(arm.warm)} users", flush=True)
 
-        async def act(cascade: Cascade) -> None:
-            arm.num_warm = await relay_load.warm_up(cascade, *requests, seconds=seconds, at_once=WARM_AT_ONCE)
-
-        self.with_cascade(arm, 60_000, act)
-        print(f"  {arm.name:<13} warm after {arm.num_warm} of {len(order)} users", flush=True)
+    def make_cold(self, arm: Running, places: np.ndarray) -> None:
+        """Drops the prefixes of users, which a load has left in the cache."""
+        for one in arm.instances if arm.is_cached else ():
+            with httpx.Client(base_url=one.url, timeout=10, trust_env=False) as client:
+                for user in self.world.users[places].tolist():
+                    client.post("/v1/invalidate", json={"user": user}).raise_for_status()
 
     def unloaded_ms(self, arm: Running, length: int, *, repeats: int) -> float:
         """The median latency of the rank stage, one request at a time, for users with about this many events."""
-        near = np.argsort(np.abs(self.world.lengths - length))[:repeats]
+        near = np.argsort(np.abs(self.world.lengths - length), kind="stable")[:repeats]
         found: list[float] = []
 
         async def act(cascade: Cascade) -> None:
@@ -163,7 +178,7 @@ class Bench:
                 for place in near[:3] if warm else near:
                     request = RecommendRequest(
                         user=int(self.world.users[place]),
-                        request=f"unloaded-{warm}-{place}",
+                        request=f"unloaded-{length}-{warm}-{place}",
                         query_time=int(self.world.last_s[place]) + 60,
                     )
                     answer = await cascade.recommend(request)
@@ -174,10 +189,10 @@ class Bench:
         self.with_cascade(arm, 60_000, act)
         return float(np.median(found))
 
-    def poisson(self, rate: float, *, seconds: float, draw: Draw | None = None) -> relay_load.Load:
+    def poisson(self, rate: float, draw: relay_load.ColdMix, *, count: int) -> relay_load.Load:
         """A load of its own: no two are the same."""
         self._seed += 1
-        found = relay_load.poisson(rate, seconds, draw or self.draw, self.world.last_s + 60, self._seed)
+        found = relay_load.poisson(rate, count, draw, self.world.last_s + 60, self._seed)
         return relay_load.Load(found.at_s, self.world.users[found.users], found.query_times)
 
     def block(self, act: Callable[[], T]) -> T:
@@ -195,9 +210,9 @@ class Bench:
         )
 
     def offer(
-        self, arm: Running, make: Callable[[], relay_load.Load], budget_ms: float, *, good_share: float = 0.0
+        self, arm: Running, make: Callable[[], relay_load.Load], budget_ms: float, *, good_share: float | None = None
     ) -> relay_load.Outcome:
-        """One load; a void one is repeated, and counted if it stays so. It ends once a share cannot be good any more."""
+        """One load; a void one is repeated, and counted if it stays so. It ends once it is decided whether a share is good."""
         for attempt in range(TRIES):
             load, outcomes, before_s = make(), list[relay_load.Outcome](), arm.cpu_s()
             self.num_loads += 1
@@ -208,7 +223,7 @@ class Bench:
                 outcomes: list[relay_load.Outcome] = outcomes,
                 name: str = f"{arm.name}-{self.num_loads}",
             ) -> None:
-                most_bad = (1 - good_share) * len(load.at_s)
+                most_bad = None if good_share is None else (1 - good_share) * len(load.at_s)
                 outcomes.append(
                     await relay_load.offer(cascade, load, name=name, budget_ms=budget_ms, most_bad=most_bad)
                 )
@@ -222,67 +237,52 @@ class Bench:
         arm.outcomes.append(outcomes[0])
         return outcomes[0]
 
-    def is_met(self, arm: Running, rate: float, budget_ms: float, *, seconds: float = 0.0) -> float:
-        """Good answers per second at a rate if the budget is kept, else 0."""
-        seconds = seconds or max(self.seconds, MIN_REQUESTS / rate)
-        load = lambda: self.poisson(rate, seconds=seconds)  # noqa: E731
-        outcome = self.offer(arm, load, budget_ms, good_share=GOOD_SHARE)
-        share = outcome.good_share(budget_ms)
+    def mixed(
+        self, arm: Running, rate: float, draw: relay_load.ColdMix, budget_ms: float, *, count: int, decide: bool = True
+    ) -> relay_load.Outcome:
+        """A load of warm and cold users; the cold ones are cold again after it."""
+        drawn = list[np.ndarray]()
+
+        def make() -> relay_load.Load:
+            found = self.poisson(rate, draw, count=count)
+            drawn.append(draw.drawn)
+            return found
+
+        found = self.offer(arm, make, budget_ms, good_share=GOOD_SHARE if decide else None)
+        self.make_cold(arm, np.unique(np.concatenate(drawn)))
         print(
-            f"  {arm.name:<13} {rate:7.1f}/s  good {share:6.1%}  p99 {outcome.p99_ms():7.1f} ms"
-            f"  lag {outcome.lag_p99_ms:.1f} ms{' VOID' if outcome.is_void else ''}  {dict(outcome.paths.most_common(4))}",
+            f"  {arm.name:<13} {rate:7.1f}/s  good {found.good_share(budget_ms):6.1%} of {found.num_requests}"
+            f"  p99 {found.p99_ms():7.1f} ms  lag {found.lag_p99_ms:.1f} ms{' VOID' if found.is_void else ''}"
+            f"  {dict(found.paths.most_common(4))}",
             flush=True,
         )
-        return rate * share if share >= GOOD_SHARE else 0.0
+        return found
 
-    def goodput(self, arm: Running, budget_ms: float) -> float:
+    def goodput(self, arm: Running, draw: relay_load.ColdMix, budget_ms: float) -> Reached:
         """Good answers per second at the highest rate of the ladder that keeps the budget."""
-        if not arm.is_found:  # first in large steps and short loads
-            short = self.seconds / 2
-            arm.rate = (
-                relay_load.highest_rate(
-                    lambda rate: self.is_met(arm, rate, budget_ms, seconds=max(short, 30 / rate)) > 0,
-                    start=arm.rate,
-                    step=RATE_STEP**2,
-                )
-                or arm.rate
-            )
-            arm.is_found = True
         best: dict[float, float] = {}
 
-        def is_met(rate: float) -> bool:
-            best[rate] = self.is_met(arm, rate, budget_ms)
-            return best[rate] > 0
-
-        arm.rate = relay_load.highest_rate(is_met, start=arm.rate, step=RATE_STEP) or arm.rate / RATE_STEP
-        return max(best.values())
-
-    def reached(self, arm: Running, budget_ms: float) -> Reached:
-        """The same, with its rate and its paths, as a block keeps it."""
-        before = len(arm.outcomes)
-        per_s = self.goodput(arm, budget_ms)
-        own = arm.outcomes[before:]
-        cpu_ms = 1e3 * sum(one.cpu_s for one in own) / max(sum(len(one.rank_ms) for one in own), 1)
-        return {"per_s": per_s, "rate": arm.rate, "paths": relay_load.summary(own), "cpu_ms": cpu_ms}
-
-    def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
-        """The longest history, about the same for all users, that keeps the budget at a rate; users stay as popular as they are."""
-        shortest = self.world.max_len / 16
-        rungs = [shortest * HISTORY_STEP**n for n in range(int(np.log(16) / np.log(HISTORY_STEP)) + 1)]
-
-        def is_met(rung: int) -> bool:
-            order = np.argsort(np.abs(self.world.lengths - rungs[rung]), kind="stable")
-            draw = self.zipf.among(order[: max(len(order) // 10, 50)])
-            seconds = max(self.seconds, MIN_REQUESTS / rate)
-            load = lambda: self.poisson(rate, seconds=seconds, draw=draw)  # noqa: E731
-            outcome = self.offer(arm, load, budget_ms, good_share=GOOD_SHARE)
-            share = outcome.good_share(budget_ms)
-            print(
-                f"  {arm.name:<13} {rungs[rung]:7.0f} events at {rate:.1f}/s  good {share:6.1%}  p99 {outcome.p99_ms():7.1f} ms"
-                f"  {dict(outcome.paths.most_common(4))}",
-                flush=True,
-            )
+        def is_met(rate: float, *, count: int) -> bool:
+            share = self.mixed(arm, rate, draw, budget_ms, count=count).good_share(budget_ms)
+            if count == self.num_requests:
+                best[rate] = rate * share if share >= GOOD_SHARE else 0.0
             return share >= GOOD_SHARE
 
-        arm.rung = relay_load.last_met(is_met, len(rungs), near=arm.rung)
-        return rungs[arm.rung] if arm.rung >= 0 else 0.0
+        if not arm.is_found:  # first in large steps and short loads
+            short = min(COARSE_REQUESTS, self.num_requests - 1)
+            coarse = relay_load.highest_rate(lambda rate: is_met(rate, count=short), start=arm.rate, step=COARSE_STEP)
+            arm.rate, arm.is_found = coarse or arm.rate, True
+        before = len(arm.outcomes)
+        met = relay_load.highest_rate(
+            lambda rate: is_met(rate, count=self.num_requests), start=arm.rate, step=RATE_STEP
+        )
+        arm.rate = met or arm.rate / RATE_STEP
+        own = arm.outcomes[before:]
+        cpu_ms = 1e3 * sum(one.cpu_s for one in own) / max(sum(len(one.rank_ms) for one in own), 1)
+        return {
+            "per_s": round(max(best.values()), 3),
+            "rate": arm.rate,
+            "paths": relay_load.summary(own),
+            "cpu_ms": round(cpu_ms, 3),
+            "num_requests": self.num_requests,
+        }

@@ -39,12 +39,9 @@ class Load:
     query_times: Ints
 
 
-def poisson(rate: float, seconds: float, draw_user: Callable[[int], Ints], times: Ints, seed: int) -> Load:
-    """Poisson arrivals; `times` are the query times by user."""
-    random = np.random.default_rng(seed)
-    gaps = random.exponential(1 / rate, int(rate * seconds * 2) + 20)
-    at_s = np.cumsum(gaps)
-    at_s = at_s[at_s < seconds]
+def poisson(rate: float, count: int, draw_user: Callable[[int], Ints], times: Ints, seed: int) -> Load:
+    """A number of Poisson arrivals; `times` are the query times by user."""
+    at_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
     users = draw_user(len(at_s))
     return Load(at_s, users, times[users])
 
@@ -70,6 +67,25 @@ class Zipf:
         ]
 
 
+class ColdMix:
+    """Draws a share of users whose prefix nobody has cached, each once per load, and the others among warm ones."""
+
+    def __init__(self, zipf: Zipf, *, warm: Ints, cold: Ints, share: float, seed: int):
+        self._warm, self._cold, self._share = zipf.among(warm), cold, share
+        self._random = np.random.default_rng(seed)
+        self.drawn: Ints = cold[:0]  # cold users of the last load, to be made cold again
+
+    def __call__(self, count: int) -> Ints:
+        is_cold = self._random.random(count) < self._share
+        num_cold = int(is_cold.sum())
+        if num_cold > len(self._cold):
+            raise ValueError(f"a load of {count} requests wants {num_cold} cold users, but there are {len(self._cold)}")
+        self.drawn = self._random.choice(self._cold, num_cold, replace=False)
+        users = self._warm(count)
+        users[is_cold] = self.drawn
+        return users
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Retrieval and pre-rank that take their time and no CPU: the candidates are given."""
@@ -85,6 +101,11 @@ class Waiting:
     async def prerank(self, request: RecommendRequest, found: CandidateItems, count: int) -> CandidateItems:
         await asyncio.sleep(self.prerank_s)
         return found
+
+    async def listed(
+        self, request: RecommendRequest, found: CandidateItems, items: Sequence[object], scores: Sequence[float]
+    ) -> CandidateItems:
+        return found  # candidates are final, so nobody asks
 
 
 @dataclass(slots=True)
@@ -127,70 +148,85 @@ class Outcome:
         return float(np.percentile([*self.rank_ms, *worst], 99, method="higher")) if self.num_requests else 0.0
 
 
-async def offer(
-    cascade: Cascade, load: Load, *, name: str, budget_ms: float = math.inf, most_bad: float = math.inf
-) -> Outcome:
-    """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
-    outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
-    requests = [
-        RecommendRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(query_time))
-        for number, (user, query_time) in enumerate(zip(load.users, load.query_times, strict=True))
-    ]
+class _OpenLoop:
+    """Sends a load by its schedule, from a thread of its own, to tasks of the event loop."""
 
-    async def one(number: int) -> None:
+    def __init__(self, cascade: Cascade, load: Load, *, name: str, budget_ms: float, most_bad: float | None):
+        self.outcome, self.under_way = Outcome(), set[asyncio.Task[None]]()
+        self._cascade, self._load, self._loop = cascade, load, asyncio.get_running_loop()
+        self._budget_ms, self._most_bad = budget_ms, most_bad
+        self._requests = [
+            RecommendRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(query_time))
+            for number, (user, query_time) in enumerate(zip(load.users, load.query_times, strict=True))
+        ]
+
+    async def _one(self, number: int) -> None:
+        outcome = self.outcome
         try:
-            answer = await cascade.recommend(requests[number])
+            answer = await self._cascade.recommend(self._requests[number])
         except Exception:
             outcome.num_failed += 1
             raise
         outcome.degraded.append(answer.degraded)  # first: the sender counts what has both
         outcome.rank_ms.append(answer.stages["rank"].ms)
-        outcome.at_s.append(float(load.at_s[number]))
+        outcome.at_s.append(float(self._load.at_s[number]))
         outcome.paths[answer.path] += 1
         outcome.problems.update([answer.problem] if answer.problem else [])
 
-    def start_one(number: int) -> None:
-        if len(under_way) >= MAX_UNDER_WAY:
-            outcome.num_unsent += 1
+    def _start_one(self, number: int) -> None:
+        if len(self.under_way) >= MAX_UNDER_WAY:
+            self.outcome.num_unsent += 1
             return
-        task = asyncio.create_task(one(number))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+        task = asyncio.create_task(self._one(number))
+        self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
 
-    def is_lost() -> bool:
-        return outcome.num_requests - outcome.good(budget_ms) > most_bad
+    def _is_decided(self) -> bool:
+        """Whether the load is lost, or would be won if all that remains were bad."""
+        if self._most_bad is None:
+            return False
+        good = self.outcome.good(self._budget_ms)
+        num_bad = self.outcome.num_requests - good
+        return num_bad > self._most_bad or len(self._requests) - good <= self._most_bad
 
-    def send() -> None:
-        with contextlib.suppress(
-            PermissionError
-        ):  # otherwise it waits for a time slice of the gateway's thread, about 3 ms
+    def send(self) -> None:
+        """The schedule; ends when the load is decided."""
+        # Otherwise it waits for a time slice of the gateway's thread, about 3 ms.
+        with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # of this thread alone
-        for number, at_s in enumerate(load.at_s):
-            if is_lost():
+        start = time.monotonic()
+        for number, at_s in enumerate(self._load.at_s):
+            if self._is_decided():
                 break
             wait_s = start + at_s - time.monotonic()
             if wait_s > 0:
                 time.sleep(wait_s)
-            outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
-            loop.call_soon_threadsafe(start_one, number)
+            self.outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
+            self._loop.call_soon_threadsafe(self._start_one, number)
 
+
+async def offer(
+    cascade: Cascade, load: Load, *, name: str, budget_ms: float = math.inf, most_bad: float | None = None
+) -> Outcome:
+    """Sends a load and waits for the last answer; with a number of bad answers allowed, sends no more once it is decided."""
+    loop = _OpenLoop(cascade, load, name=name, budget_ms=budget_ms, most_bad=most_bad)
     freeze_loaded_objects()
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     start = time.monotonic()
-    sender = threading.Thread(target=send, name="generator", daemon=True)
+    sender = threading.Thread(target=loop.send, name="generator", daemon=True)
     sender.start()
     try:
         while sender.is_alive():
             await asyncio.sleep(0.02)
         await asyncio.sleep(0)  # what the sender handed over last is started
-        problems = [one for one in await asyncio.gather(*under_way, return_exceptions=True) if one is not None]
+        answers = await asyncio.gather(*loop.under_way, return_exceptions=True)
     finally:
         sys.setswitchinterval(before)
-    outcome.seconds = time.monotonic() - start
-    for problem in problems[:3]:
+    loop.outcome.seconds = time.monotonic() - start
+    for problem in [one for one in answers if one is not None][:3]:
         print(f"  a request failed: {problem!r}")
-    return outcome
+    return loop.outcome
 
 
 def highest_rate(
@@ -234,20 +270,13 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], *, seconds: float, at_once: int) -> int:
-    """Asks for users one after the other, so many at once and as fast as answers come, until the time is up; how many."""
-    remaining, until = iter(list(zip(users, times, strict=True))), time.monotonic() + seconds
-    num_done = 0
+async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], *, name: str, at_once: int) -> None:
+    """Asks for users one after the other, so many at once and as fast as answers come."""
+    remaining = iter(list(zip(users, times, strict=True)))
 
     async def worker(number: int) -> None:
-        nonlocal num_done
         for user, query_time in remaining:
-            if time.monotonic() > until:
-                return
-            await cascade.recommend(
-                RecommendRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
-            )
-            num_done += 1
+            request = f"warm-{name}-{number}-{user}"
+            await cascade.recommend(RecommendRequest(user=user, request=request, query_time=query_time))
 
     await asyncio.gather(*(worker(number) for number in range(at_once)))
-    return num_done

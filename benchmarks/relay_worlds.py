@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,7 @@ from nestpipe.config import Config
 from nestpipe.data.config import DataConfig
 from nestpipe.data.ingest import write_sequences
 from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.data.sequences import Sequences
 from nestpipe.gateway.router import InstanceAddress
 from nestpipe.jagged import Cursor
 from nestpipe.models.config import RankingConfig
@@ -56,11 +58,21 @@ class World:
 
 def relay_long(folder: Path, num_users: int, *, times: float = 2.0) -> World:
     """`lengths-kuai` times a number, which is 2 in the workload; made once per folder."""
-    name = f"long-{num_users}-{times:g}"
-    data, run, max_len = folder / name, folder / f"{name}-run", int(2048 * times)
+    drawn = np.exp(np.random.default_rng(SEED).normal(6.0, 1.1, num_users)).clip(max=2048)
+    lengths = np.ceil(times * drawn).astype(np.int64)
+    return _made(folder, f"long-{num_users}-{times:g}", lengths, max_len=int(2048 * times))
+
+
+def relay_history(folder: Path, rungs: Sequence[int], *, users_per_rung: int, max_len: int) -> World:
+    """The same model for longer histories: so many users with each length of a ladder."""
+    lengths = np.repeat(np.array(rungs, np.int64), users_per_rung)
+    return _made(folder, f"history-{len(rungs)}-{users_per_rung}-{max_len}", lengths, max_len=max_len)
+
+
+def _made(folder: Path, name: str, lengths: np.ndarray, *, max_len: int) -> World:
+    """Data and run of users with these lengths, made once per folder."""
+    data, run, num_users = folder / name, folder / f"{name}-run", len(lengths)
     if not data.exists():
-        drawn = np.exp(np.random.default_rng(SEED).normal(6.0, 1.1, num_users)).clip(max=2048)
-        lengths = np.ceil(times * drawn).astype(np.int64)
         random, total = np.random.default_rng(SEED + 1), int(lengths.sum())
         user = np.repeat(np.arange(num_users), lengths)
         place = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -76,8 +88,9 @@ def relay_long(folder: Path, num_users: int, *, times: float = 2.0) -> World:
         schema = Schema(features=(Feature(name="liked", kind="number"),), labels=(label,))
         write_sequences(data, schema=schema, log=log)
     if not Run.exists(run):
+        block = max(max_len // 16, 10)
         settings = DataConfig(
-            path=str(data), max_len=max_len, truncate_block=max_len // 16, split="time", split_time="2100-01-01"
+            path=str(data), max_len=max_len, truncate_block=block, split="time", split_time=_last_second(data)
         )
         model = RankingConfig(dim=64, num_blocks=2, num_heads=2, qk_dim=32, v_dim=32, dropout=0.0)
         base = recipes.ml1m_ranking()
@@ -92,6 +105,13 @@ def relay_ml1m(folder: Path, data: Path) -> World:
         base = recipes.ml1m_ranking()
         _new_run(replace(base, data=replace(base.data, path=str(data))), run)
     return _world(run, num_candidates=512)
+
+
+def _last_second(data: Path) -> str:
+    """The time of the last event, so that both sides of the split have events; serving reads all of them."""
+    times = Sequences.open(data).times
+    assert times is not None
+    return datetime.fromtimestamp(int(times.max()) // 1000, UTC).isoformat()
 
 
 def _fields(config: DataConfig) -> dict[str, object]:

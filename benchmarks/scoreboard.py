@@ -294,7 +294,7 @@ def _serving() -> Iterator[Row]:
         found = one["figures"]
         reference = f"{found['overload_share_refused']:.0%} not ranked in full, {found['overload_failed']} failed; within budget again after {found['recovered_after_s']:.1f} s"
         title = "P99 of the rank stage over its budget at three times the capacity, requests ranked in full"
-        yield title, f"{found['overload_ranked_p99_over_budget']:.2f}x", reference, "relay.py --overload"
+        yield title, f"{found['overload_ranked_p99_over_budget']:.2f}x", reference, "relay.py --cells overload"
     measured = records("relay", lambda one: one["workload"] == "relay-long" and not (one["overload"] or one["curve"]))
     for one in [one for one in measured if "goodput_ratio" in one["figures"]][-1:]:
         found = one["figures"]
@@ -318,7 +318,7 @@ def _serving() -> Iterator[Row]:
             "longest history over full inference, relay-long",
             figure(one["figures"], "history_ratio"),
             "published 1.5x",
-            "relay.py --history",
+            "relay.py --cells history-2.0-cold10",
         )
     for one in records("relay", lambda settings: settings.get("workload") == "relay-ml1m")[-1:]:
         found = one["figures"]
@@ -330,6 +330,22 @@ def _serving() -> Iterator[Row]:
             "limit +3 %",
             "relay.py",
         )
+
+    for one in records("hit")[-1:]:
+        found = one["figures"]
+        bound = f"{found['before_ms 4096']:.1f} ms before, lower bound {found['bound_ms 4096']:.1f} ms; limit 0.6"
+        yield (
+            "CPU of a cached request over the torch path, 4,096 events",
+            figure(found, "hit_cpu_vs_before"),
+            bound,
+            "hit.py",
+        )
+    for one in records("history_quality")[-1:]:
+        found = one["figures"]
+        lengths = [name.removeprefix("auc ") for name in found if name.startswith("auc ")]
+        values = ", ".join(f"{length}: {found[f'auc {length}']:.3f}" for length in lengths)
+        title = "AUC by events served, where long histories matter"
+        yield title, f"+{found['auc_longest_minus_shortest']:.3f}", values, "history_quality.py"
 
 
 def _quality() -> Iterator[Row]:

@@ -64,13 +64,15 @@ class Jagged:
 
     def row_of_value(self) -> Tensor:
         """The row of each value, [T]."""
+        if self.num_rows == 1:  # a request, without kernels
+            return torch.zeros(len(self.values), dtype=torch.int64, device=self.offsets.device)
         rows = torch.arange(self.num_rows, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths(), output_size=len(self.values))
 
     def positions(self) -> Tensor:
         """The position of each value in its row, [T]."""
         places = torch.arange(len(self.values), device=self.offsets.device)
-        return places - self.offsets.index_select(0, self.row_of_value())
+        return places if self.num_rows == 1 else places - self.offsets.index_select(0, self.row_of_value())
 
     def with_values(self, values: Tensor) -> Jagged:
         """The same rows with other values."""

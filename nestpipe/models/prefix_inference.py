@@ -18,8 +18,9 @@ A model whose prefix rows depend on the request (positions counted from the end,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from nestpipe.embedding.lookup import Lookup, Rows
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.backbone import TokenDropout
-from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey, digest_of
+from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey, digest_of, same_inputs
+from nestpipe.models.native_hit import NativeHit, native_hit
 from nestpipe.models.ranking import Ranking
+from nestpipe.models.row_order import RowOrder
 from nestpipe.ops.attention import Layout, attention_layout
 
 RowSource = Callable[[Mapping[str, Lookup]], Mapping[str, Rows]]
@@ -61,47 +64,6 @@ class _RunOutput:
     states: Tensor
 
 
-class _RowOrder:
-    """Permutes rows from kind by kind (cached | events | candidates) to user by user, as attention needs them.
-
-    For a single user both orders are the same, and nothing is copied.
-    """
-
-    def __init__(self, cached: Tensor, events: Tensor, candidates: Tensor):
-        self.num_cached, self.num_events, self.num_candidates = cached, events, candidates
-        self._keys = _interleave([cached, events, candidates])
-        self._queries = _interleave([events, candidates])
-        self._is_single, self._num_events = len(events) == 1, int(events.sum())
-        self._inverse = torch.empty_like(self._queries).index_copy_(0, self._queries, torch.arange(len(self._queries)))
-
-    def queries(self, events: Tensor, candidates: Tensor) -> Tensor:
-        rows = torch.cat([events, candidates])
-        return rows if self._is_single else rows.index_select(0, self._queries)
-
-    def keys(self, cached: Iterable[Tensor], events: Tensor, candidates: Tensor) -> Tensor:
-        rows = torch.cat([*cached, events, candidates])
-        return rows if self._is_single else rows.index_select(0, self._keys)
-
-    def split(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of events and of candidates, from rows in query order."""
-        if self._is_single:
-            return queries[: self._num_events], queries[self._num_events :]
-        return (
-            queries.index_select(0, self._inverse[: self._num_events]),
-            queries.index_select(0, self._inverse[self._num_events :]),
-        )
-
-    def query_rows(self, values: Tensor | None = None) -> Jagged:
-        """Values in query order, or their indices, as one row per user."""
-        lengths = self.num_events + self.num_candidates
-        return _rows_of(self._queries if values is None else values, lengths)
-
-    def key_rows(self, values: Tensor | None = None) -> Jagged:
-        """Values in key order, or their indices, as one row per user."""
-        lengths = self.num_cached + self.num_events + self.num_candidates
-        return _rows_of(self._keys if values is None else values, lengths)
-
-
 class Ranker:
     """A ranking model for inference. `rows` reads embedding rows; `weights` and `schema` identify what it was loaded from."""
 
@@ -111,11 +73,16 @@ class Ranker:
         self._schema = digest_of((model.declared, schema))
         self._model_digest = digest_of((type(model).__qualname__, model.config, model.max_len))
 
-    def split(self, history: Batch) -> tuple[Batch, Suffix]:
-        """Splits a request's history into the prefix, which can be prefilled, and the suffix with the key of that prefix."""
+    def split(self, history: Batch, *, known: tuple[Batch, Suffix] | None = None) -> tuple[Batch, Suffix]:
+        """Splits a request's history into the prefix, which can be prefilled, and the suffix with the key of that prefix.
+
+        `known` is an earlier split by this ranker: a prefix with the same inputs is not digested again.
+        """
         lengths = history.items.lengths()
         prefix = cut_events(history, torch.zeros_like(lengths), (lengths - 1).clamp(min=0))
         suffix = cut_events(history, (lengths - 1).clamp(min=0), lengths)
+        if known is not None and same_inputs(known[0], prefix):
+            return prefix, replace(known[1], batch=suffix)
         digests = tuple(InputDigest().then(prefix, row) for row in range(prefix.num_samples))
         keys = (self._key(prefix, row, digest) for row, digest in enumerate(digests))
         return prefix, Suffix(suffix, tuple(keys), digests)
@@ -146,11 +113,30 @@ class Ranker:
         """Whether a key belongs to this model with these weights."""
         return (key.model, key.weights, key.schema) == (self._model_digest, self._weights, self._schema)
 
-    def score(self, prefixes: Sequence[KVPrefix], suffix: Suffix, candidates: CandidateBatch) -> Tensor:
-        """Scores [C, labels] of all candidates; raises PrefixError if a prefix is not the one before the suffix."""
+    def score(
+        self, prefixes: Sequence[KVPrefix], suffix: Suffix, candidates: CandidateBatch, *, native: bool = True
+    ) -> Tensor:
+        """Scores [C, labels] of all candidates; raises PrefixError if a prefix is not the one before the suffix.
+
+        In one native call where that supports the model, unless `native` is False.
+        """
         for prefix, wanted in zip(prefixes, suffix.follows, strict=True):
             prefix.key.require(wanted)
+        if native and self._native is not None:
+            return self._score_native(self._native, prefixes, suffix.batch, candidates)
         return self._scores(suffix.batch, prefixes, candidates)
+
+    @torch.no_grad()
+    def _score_native(
+        self, native: NativeHit, prefixes: Sequence[KVPrefix], batch: Batch, candidates: CandidateBatch
+    ) -> Tensor:
+        num_cached = torch.tensor([one.key.length for one in prefixes])
+        events, states = self._inputs(batch, candidates, num_cached, is_request=True)
+        return native.scores(events, states, candidates.items.lengths().tolist(), batch, prefixes)
+
+    @cached_property
+    def _native(self) -> NativeHit | None:
+        return native_hit(self.model)
 
     def full(self, history: Batch, candidates: CandidateBatch) -> Tensor:
         """Scores [C, labels] from the whole history, without a cache."""
@@ -193,8 +179,8 @@ class Ranker:
         num_cached = (
             torch.tensor([one.key.length for one in before], dtype=torch.int64) if before else 0 * items.lengths()
         )
-        order = _RowOrder(num_cached, items.lengths(), targets.items.lengths())
-        events, states = self._inputs(batch, targets, order, is_request=candidates is not None)
+        order = RowOrder(num_cached, items.lengths(), targets.items.lengths())
+        events, states = self._inputs(batch, targets, num_cached, is_request=candidates is not None)
         x = order.queries(events, states)
         layout = self._layout(batch, before, targets, order)
         keys, values = [], []
@@ -215,7 +201,7 @@ class Ranker:
         return _RunOutput(tuple(keys), tuple(values), x)
 
     def _inputs(
-        self, batch: Batch, targets: CandidateBatch, order: _RowOrder, *, is_request: bool
+        self, batch: Batch, targets: CandidateBatch, num_cached: Tensor, *, is_request: bool
     ) -> tuple[Tensor, Tensor]:
         """Input vectors of events and candidates."""
         model = self.model
@@ -223,14 +209,14 @@ class Ranker:
         lookups |= model.candidate_lookups(targets.items, targets.features, batch.sample_features) if is_request else {}
         rows = self._rows(lookups)
         # The request for a prefix has one event more.
-        total = order.num_cached + order.num_events + (0 if is_request else 1)
+        total = num_cached + batch.items.lengths() + (0 if is_request else 1)
         if int(total.max() if len(total) else 0) > model.max_len + (not is_request):
             raise PrefixError(
                 f"a history of {int(total.max())} events is longer than max_len {model.max_len}. Truncate it in blocks from the "
                 "start and prefill again: the cached rows depend on the events that were cut off."
             )
         user = batch.items.row_of_value()
-        event = batch.items.positions() + order.num_cached.index_select(0, user)
+        event = batch.items.positions() + num_cached.index_select(0, user)
         events = model.events(rows, batch, model.place_of(event, total.index_select(0, user)))
         if not is_request:
             return events, events[:0]
@@ -244,7 +230,7 @@ class Ranker:
         batch: Batch,
         before: Sequence[KVPrefix],
         targets: CandidateBatch,
-        order: _RowOrder,
+        order: RowOrder,
         *,
         is_last: bool = False,
     ) -> Layout:
@@ -355,19 +341,6 @@ def _next_time(batch: Batch, rows: slice) -> int | None:
     if batch.times is None or batch.query_times is None or rows.stop == rows.start:
         return None
     return int(batch.query_times.values[rows.stop - 1])
-
-
-def _rows_of(values: Tensor, lengths: Tensor) -> Jagged:
-    return Jagged(values, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)
-
-
-def _interleave(lengths: Sequence[Tensor]) -> Tensor:
-    """Indices that reorder rows from kind by kind (one length vector [B] each) to user by user."""
-    counts = torch.stack(list(lengths), dim=1)  # [B, kinds]
-    if len(counts) == 1:
-        return torch.arange(int(counts.sum()))
-    starts = offsets_of(counts.T.flatten())[:-1].reshape(counts.T.shape).T
-    return ranges(starts.flatten(), counts.flatten())
 
 
 def _joined(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:

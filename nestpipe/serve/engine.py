@@ -85,7 +85,7 @@ class Engine(VersionedWorker[ServedModel]):
         self._requests: list[RankingRequest] = []  # a heap by deadline
         self._prefills = PrefillQueue(self.cache, chunk=config.chunk)
         self._evictable: deque[PrefixKey] = deque()  # used prefixes, to demote to the host
-        self._pinned: dict[str, tuple[ServedModel, PrefixKey, float]] = {}  # request id -> its prefix, until when
+        self._pinned: dict[str, tuple[HistoryInputs, float]] = {}  # request id -> inputs of its prefix, until when
         self._swept_at, self._num_removals = -math.inf, histories.num_removals
 
     # From any thread.
@@ -105,7 +105,7 @@ class Engine(VersionedWorker[ServedModel]):
     def release(self, request: str) -> bool:
         """Unpins the prefix of a request; False if there is none."""
         if (pinned := self._pinned.pop(request, None)) is not None:
-            self.cache.unpin(pinned[1], request)
+            self.cache.unpin(pinned[0].key, request)
         return pinned is not None
 
     # The engine's own thread.
@@ -135,7 +135,7 @@ class Engine(VersionedWorker[ServedModel]):
                     self._refresh()
                     is_fresh = True
                 pinned = self._pinned.get(job.request)  # a request keeps the model of its hint
-                served = pinned[0] if pinned else self.versions.of(job.user)
+                served = pinned[0].served if pinned else self.versions.of(job.user)
                 if isinstance(job, PrefillHint):
                     events = self.histories.of(job.user) if job.history is None else job.history
                     if not settle(job.reply, self._decide(job, served.prepare(events, job.query_time))):
@@ -153,7 +153,7 @@ class Engine(VersionedWorker[ServedModel]):
         served = job.served or self.versions.of(job.user)
         try:
             events = self.histories.of(job.user) if job.history is None else job.history
-            job.inputs = served.prepare(events, job.query_time)
+            job.inputs = served.prepare(events, job.query_time, earlier=self._pinned.get(job.request, (None,))[0])
             job.candidates = served.candidates(job.items, self.histories.sequences)
         except Exception as error:
             self.release(job.request)
@@ -175,7 +175,7 @@ class Engine(VersionedWorker[ServedModel]):
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if has_changed else None)
             self._evictable = deque(key for key in self._evictable if self.cache.peek_state(key) is not None)
             self._prefills.prune()
-            self._pinned = {request: pinned for request, pinned in list(self._pinned.items()) if pinned[2] > now}
+            self._pinned = {request: pinned for request, pinned in list(self._pinned.items()) if pinned[1] > now}
 
     # Prefill hints and prefills.
 
@@ -206,7 +206,7 @@ class Engine(VersionedWorker[ServedModel]):
         if reason not in ADMITTED | {"already_live"}:
             return HintDecision(reason)
         self.cache.pin(key, hint.request, until=hint.until)
-        self._pinned[hint.request] = inputs.served, key, hint.until
+        self._pinned[hint.request] = inputs, hint.until
         return HintDecision(reason, key.digest)
 
     def _demote(self) -> bool:

@@ -28,15 +28,18 @@ _log = logging.getLogger("nestpipe.serve")
 class HistoryInputs:
     """The history of a request as the model reads it: whole, and as prefix and suffix, which are cut when they are used.
 
-    The key is a digest of all events. A user without a cached prefix needs none.
+    The key is a digest of all events. A user without a cached prefix needs none, and a request whose hint gave `earlier` inputs
+    takes it from them if its events are the same.
     """
 
-    def __init__(self, history: Batch, served: ServedModel):
+    def __init__(self, history: Batch, served: ServedModel, *, earlier: HistoryInputs | None = None):
         self.history, self.served = history, served
+        self._earlier = earlier if earlier is not None and earlier.served is served else None
 
     @cached_property
     def _parts(self) -> tuple[Batch, Suffix]:
-        return self.served.ranker.split(self.history)
+        earlier, self._earlier = self._earlier, None
+        return self.served.ranker.split(self.history, known=None if earlier is None else earlier._parts)
 
     @property
     def prefix(self) -> Batch:
@@ -91,10 +94,13 @@ class ServedModel:
         width = config.num_heads * (config.qk_dim + config.v_dim) * ranker.model.place.itemsize
         self.event_bytes = config.num_blocks * width
 
-    def prepare(self, events: Sequences, query_time: int) -> HistoryInputs:
-        """The inputs of one user at a query time in seconds; raises DataError for events that the model cannot read."""
+    def prepare(self, events: Sequences, query_time: int, *, earlier: HistoryInputs | None = None) -> HistoryInputs:
+        """The inputs of one user at a query time in seconds; raises DataError for events that the model cannot read.
+
+        `earlier` are those of the request's hint.
+        """
         first = truncate(len(events.items), self.max_len, self.block)
-        return HistoryInputs(self._builder.request(events, first, query_s=query_time), self)
+        return HistoryInputs(self._builder.request(events, first, query_s=query_time), self, earlier=earlier)
 
     def shorter(self, inputs: HistoryInputs, num_events: int) -> HistoryInputs:
         """The inputs of the last events alone."""

@@ -73,7 +73,7 @@ def test_the_cpu_of_a_load_is_not_that_of_void_ones_before_it(monkeypatch):
     monkeypatch.setattr(relay_bench.relay_load, "offer", offer)
     monkeypatch.setattr(relay_bench.Running, "cpu_s", lambda arm: next(spent_s))
     world = SimpleNamespace(items=np.arange(9), users=np.arange(4), num_candidates=3)
-    bench = relay_bench.Bench(world, seconds=1.0, stack=ExitStack())
+    bench = relay_bench.Bench(world, num_requests=1, stack=ExitStack())
     found = bench.offer(relay_bench.Running("full", [], []), lambda: SimpleNamespace(at_s=[0.0]), 10.0)
     assert (found.cpu_s, bench.num_loads, bench.num_void) == (1.0, 2, 0)
 
@@ -103,14 +103,39 @@ def test_users_are_as_popular_among_some_as_among_all():
     assert weights[0] / weights[9] == pytest.approx(10**0.8, rel=0.15)
 
 
-def test_the_most_frequent_users_are_asked_first_as_long_as_there_is_time():
-    async def body() -> tuple[int, Cascade]:
+def test_a_load_that_cannot_be_lost_any_more_is_not_sent_to_its_end():
+    async def body() -> relay_load.Outcome:
+        cascade, users = Cascade(), np.array([1] * 300)
+        cascade.is_open.set()
+        load = Load(np.arange(len(users)) * 2e-3, users, users)
+        return await relay_load.offer(cascade, load, name="n", budget_ms=5.0, most_bad=200.0)  # type: ignore[arg-type]
+
+    won = asyncio.run(body())
+    assert 100 <= won.num_requests < 300
+    assert won.good_share(5.0) == 1.0
+
+
+def test_cold_users_are_a_share_and_none_comes_twice_in_a_load():
+    warm, cold = np.arange(40), np.arange(40, 400)
+    draw = relay_load.ColdMix(relay_load.Zipf(400, 0.8, 0), warm=warm, cold=cold, share=0.25, seed=3)
+    users = draw(1000)
+    of_cold = users[users >= 40]
+    assert 0.2 < len(of_cold) / 1000 < 0.3
+    assert len(np.unique(of_cold)) == len(of_cold)
+    assert set(of_cold.tolist()) == set(draw.drawn.tolist())
+    assert len(np.unique(users[users < 40])) < len(users[users < 40]), "warm users come again"
+    with pytest.raises(ValueError, match="cold users, but there are 5"):
+        relay_load.ColdMix(relay_load.Zipf(400, 0.8, 0), warm=warm, cold=cold[:5], share=1.0, seed=3)(20)
+
+
+def test_all_users_are_asked_for_once_in_the_warm_up():
+    async def body() -> Cascade:
         cascade = Cascade()
         cascade.is_open.set()
-        return await relay_load.warm_up(cascade, [5, 6, 7], [1, 2, 3], seconds=9.0, at_once=2), cascade  # type: ignore[arg-type]
+        await relay_load.warm_up(cascade, [5, 6, 7], [1, 2, 3], name="n", at_once=2)  # type: ignore[arg-type]
+        return cascade
 
-    count, cascade = asyncio.run(body())
-    assert count == 3
+    cascade = asyncio.run(body())
     assert sorted((one.user, one.query_time) for one in cascade.asked) == [(5, 1), (6, 2), (7, 3)]
 
 

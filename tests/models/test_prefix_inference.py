@@ -323,3 +323,21 @@ def test_a_prefix_owns_its_memory():
     own = ranker(build())
     kept: list[KVPrefix] = own.prefill(own.split(history([5, 11]))[0])
     assert all(k.untyped_storage().nbytes() == k.nbytes for one in kept for k in (*one.keys, *one.values))
+
+
+def test_a_known_split_is_used_for_the_same_inputs_alone():
+    """The digest of a hint serves its request: a later query time is the same prefix, a changed event or feature is not."""
+    own, batch = ranker(build()), history([9])
+    known = own.split(batch)
+    later = own.split(asked_at(batch, 3_000_000_000), known=known)[1]
+    assert later.follows[0] is known[1].follows[0]
+    assert int(later.batch.query_times.values[-1]) == 3_000_000_000, "the suffix is the request's own"
+    for change in ({"items": batch.items.with_values(batch.items.values + 1)}, {"sample_ids": batch.sample_ids + 1}):
+        other = replace(batch, **change)
+        assert own.split(other, known=known)[1].follows == own.split(other)[1].follows != known[1].follows
+    for name, feature in batch.event_features.items():
+        values = feature.values.clone()
+        values[3] = values[3] + 1 if not values[3].isnan() else 0.0
+        changed = replace(batch, event_features={**batch.event_features, name: feature.with_values(values)})
+        assert own.split(changed, known=known)[1].follows == own.split(changed)[1].follows != known[1].follows, name
+    assert own.split(history([8]), known=known)[1].follows == own.split(history([8]))[1].follows

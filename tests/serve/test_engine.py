@@ -553,11 +553,11 @@ def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing
     gone.reply.cancel()
     ask, asked = engine.versions.main.prepare, []
 
-    def ask_more(events, query_time):
+    def ask_more(events, query_time, **options):
         asked.append(int(events.users[0]))
         assert len(asked) < 10, "signals that keep coming starve the ranks"
         hint(engine, 5, f"s{len(asked)}")
-        return ask(events, query_time)
+        return ask(events, query_time, **options)
 
     monkeypatch.setattr(engine.versions.main, "prepare", ask_more)
     engine.step()

@@ -175,7 +175,7 @@ constexpr int64_t kPanel = 2 * kWidth;
 template <int R, int V>
 inline void product_tile(int64_t depth, Left a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   Floats sums[R][V];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) sums[r][v] = add ? load(c + r * ldc + v * kWidth) : Floats{};
@@ -183,14 +183,14 @@ inline void product_tile(int64_t depth, Left a, const float* b, int64_t ldb, flo
     Floats right[V];
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) right[v] = load(b + k * ldb + v * kWidth);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const Floats left = splat(a.data[r * a.row + k * a.step]);
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
     }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) store(c + r * ldc + v * kWidth, sums[r][v]);
