@@ -46,7 +46,7 @@ _QUIET_S = 1.0  # without prefill hints, while none would be admitted
 
 
 class Instance(RankingInstance):
-    """The handlers of one process. Its epoch changes with every start, because no KV prefix survives a restart."""
+    """The handlers of one process. Its epoch changes with every start, because no pinned KV prefix survives a restart."""
 
     metrics: EngineMetrics
 
@@ -178,7 +178,7 @@ class Instance(RankingInstance):
             served.prepare(events, 0)
 
     def _forget_inputs(self, user: int) -> int:
-        return self.engine.cache.invalidate(user)
+        return self.engine.invalidate(user)
 
     def _ticket(self, request: RankRequest, user: int) -> Ticket | None:
         if request.ticket is None:
