@@ -94,14 +94,9 @@ class Engine(VersionedWorker[ServedModel]):
         self.tiers = PrefixTiers(self.cache, self._prefills, stored)
         self.nearline: NearlinePrefill | None = None
         if stored is not None:
-            histories.take_changed()
+            rate = trigger.nearline_ms_per_s
             self.nearline = NearlinePrefill(
-                stored,
-                histories,
-                model_of=self._model_of,
-                chunk=config.chunk,
-                rate_ms_per_s=trigger.nearline_ms_per_s,
-                clock=clock,
+                stored, histories, model_of=self._model_of, chunk=config.chunk, rate_ms_per_s=rate, clock=clock
             )
         self._evictable: deque[PrefixKey] = deque()  # used prefixes, to demote to the host
         self._pinned: dict[str, tuple[ServedModel, PrefixKey, float]] = {}  # request id -> its prefix, until when
@@ -199,10 +194,9 @@ class Engine(VersionedWorker[ServedModel]):
             self._num_removals = self.histories.num_removals
             self.tiers.retain_users(self.histories)
             if self.nearline is not None:
-                self.nearline.forget()
-                self.nearline.note()  # the folder may have grown
-        if self.nearline is not None and (changed := self.histories.take_changed()):
-            self.nearline.note(changed)
+                self.nearline.start_over()  # the folder may have grown
+        if self.nearline is not None:
+            self.nearline.follow_events()
         if (now := self.clock()) - self._swept_at > _SWEEP_S:
             self._swept_at = now
             self.queue_ms = self._waits.p99()

@@ -1,8 +1,8 @@
 """Near-line prefill: an idle engine extends stored KV prefixes when events arrive, and stores those of users who are named.
 
-    events, a folder that has grown  -> note      users whose stored prefix is behind
-    'nestpipe prefill'               -> request   any users
-    an idle step                     -> run       one chunk of one user, then a write; at a limited rate
+    events, a folder that has grown  -> follow_events, start_over     users whose stored prefix is behind
+    'nestpipe prefill'               -> request                       any users
+    an idle step                     -> run                           one chunk of one user, then a write; at a limited rate
 
 It has the lowest priority: one chunk is computed when nothing else is to be done, so a ranking request waits for one chunk at
 most. Nothing goes through the memory tiers. What is stored already is passed over, so an interrupted job can be repeated.
@@ -25,6 +25,7 @@ from nestpipe.serve.stored_prefixes import StoredPrefixes
 from nestpipe.serve.user_history import UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
+_PAUSE_S = 0.01  # while the rate is used up
 _BURST_S = 2.0  # of compute that was not used
 
 
@@ -38,7 +39,7 @@ class NearlineTask:
 
 
 class NearlinePrefill:
-    """`run` is for the engine's thread, or for a thread of its own; `request` and `note` for any."""
+    """Used by the engine's thread, or by a thread of its own; `request` and `limit` are for any thread."""
 
     def __init__(
         self,
@@ -71,16 +72,18 @@ class NearlinePrefill:
         with self._lock:
             self._users |= dict.fromkeys(users)
 
-    def note(self, users: Iterable[int] | None = None) -> None:
-        """Users have new events, or all may have: those whose stored prefix is behind are extended."""
-        found = self._stored.store.users() if users is None else users
-        self.request(user for user in found if self._is_stored(user) and self._is_behind(user))
+    def follow_events(self) -> None:
+        """Extends the stored prefixes of users who have new events, if they are behind."""
+        if changed := self._histories.take_changed():
+            self._note(changed)
 
-    def forget(self) -> None:
-        """Drops work in flight, whose user may have been forgotten; its user is tried again."""
-        if (task := self._task) is not None:
-            self._task = None
-            self.request([task.inputs.user])
+    def start_over(self) -> None:
+        """After removals, and when the folder may have grown: drops work in flight, and extends whatever is behind."""
+        task, self._task = self._task, None
+        self._note(self._stored.store.users() + ([task.inputs.user] if task else []))
+
+    def _note(self, users: Iterable[int]) -> None:
+        self.request(user for user in users if self._is_stored(user) and self._is_behind(user))
 
     def run(self) -> bool:
         """One chunk, or one stored prefix; False if there is nothing to do, or the rate is used up."""
@@ -133,3 +136,18 @@ class NearlinePrefill:
         num_events = self._histories.num_events(user)
         kept = num_events - int(truncate(num_events, served.max_len, served.block))
         return not served.ranker.model.anchored and self._stored.is_behind(served, user, kept)
+
+
+def fill_version(
+    stored: StoredPrefixes, histories: UserHistories, served: ServedModel, *, chunk: int, rate_ms_per_s: float
+) -> None:
+    """Stores the prefixes of a model that is not in use yet, for the users who have stored ones; blocks until it is done.
+
+    Users come in the order of their last use: if not all fit, those who were there last stay.
+    """
+    work = NearlinePrefill(stored, histories, model_of=lambda _: served, chunk=chunk, rate_ms_per_s=rate_ms_per_s)
+    work.request(stored.store.users())
+    while len(work):
+        if not work.run():
+            time.sleep(_PAUSE_S)
+    stored.flush()

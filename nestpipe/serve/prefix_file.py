@@ -173,4 +173,5 @@ def _rows(prefix: KVPrefix) -> Iterator[Tensor]:
 
 def _bytes_of(rows: Tensor) -> memoryview:
     """The memory of rows in the host's memory; rows elsewhere are copied."""
-    return memoryview(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    array: Any = rows.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -136,7 +136,8 @@ class PrefixStore:
             entry = self._entries.get(name)
             if since != self.num_forgets or (entry is not None and entry.key == prefix.key):
                 return False
-            before = entry if entry is not None and entry.key == follows else None
+            is_longer = entry is not None and entry.key == follows and entry.key.length < prefix.key.length
+            before = entry if is_longer else None
             buffers, begin = encode(prefix, before.key.length if before else 0), before.end if before else 0
             new = StoredEntry(prefix.key, begin + sum(map(len, buffers)))
             extra = new.num_bytes - (before.num_bytes if before else 0)
@@ -146,7 +147,9 @@ class PrefixStore:
                     return False
                 self.reserved += extra
             try:
-                draft = self._append(name, begin, buffers) if before else self._create(name, buffers)
+                draft = None if before else self._create(name, buffers)
+                if before:
+                    self._append(name, begin, buffers)
                 return self._publish(name, before, new, draft, since=since)
             except OSError as error:
                 self._note_failure(name, error)
