@@ -36,6 +36,8 @@ FORMATS = {
     "Semantic ids": ("nestpipe.generative.semantic_ids", "FORMAT_VERSION"),
     "Instructions": ("nestpipe.generative.instruction_store", "_FORMAT"),
     "Event log": ("nestpipe.serve.event_log", ""),
+    "Prefix store": ("nestpipe.serve.prefix_store", ""),
+    "Stored KV prefix": ("nestpipe.serve.prefix_file", ""),
     "State of a service": ("nestpipe.state.service_state", ""),
 }
 PYTHON = {

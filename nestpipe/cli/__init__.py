@@ -72,6 +72,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Serve": {
         "serve": Command("serve a run over HTTP", "serve:main", "nestpipe.serve.serve_flags:parse"),
         "swap": Command("load another model into running instances", "swap:main", "arguments:SwapArguments"),
+        "prefill": Command(
+            "store KV prefixes of a ranker before requests come", "prefill:main", "prefill_arguments:PrefillArguments"
+        ),
         "think": Command(
             "write instructions for a generative run, near-line", "think:main", "think_arguments:ThinkArguments"
         ),

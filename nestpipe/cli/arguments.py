@@ -185,7 +185,8 @@ class SimilarArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetArguments:
-    """Erases a user from the sequence folder of runs, from what their services have stored and from their instructions.
+    """Erases a user from the sequence folder of runs, from what their services have stored (events, KV prefixes) and from their
+    instructions.
 
     Instances that serve the runs notice within a second and drop all KV prefixes. Name every run on that folder: a run that
     is left out refuses the folder afterwards. Weights stay as they were trained.
@@ -289,8 +290,12 @@ class SwapArguments:
     """The --admin-port of 'nestpipe serve'."""
     instances: int = 0
     """The --instances of 'nestpipe serve': they are swapped one after the other."""
+    prefill: bool = False
+    """Store KV prefixes of the new model for the users who have stored ones, before it is used; see docs/how-to/prefix-store.md."""
+    rate: float = 500.0
+    """Compute for that, in milliseconds per second."""
     timeout_s: float = 600.0
-    """How long one instance may take to load, test and measure the model."""
+    """How long one instance may take to load, test and measure the model; with --prefill there is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
 from nestpipe.generative.nearline_job import JobLedger, ledgers_of
-from nestpipe.serve.service_folder import EVENTS
+from nestpipe.serve.prefix_store import remove_user
+from nestpipe.serve.service_folder import EVENTS, store_folders
 from nestpipe.state.erase_entries import erase_entries, number_in
 from nestpipe.state.service_state import ServiceState, open_state
 from nestpipe.training.run_folder import Run
@@ -69,7 +70,7 @@ def forget(runs: Sequence[Path], own: OwnId, *, state: str = "") -> tuple[int, i
         digest = Sequences.open(folder).digest
         for run in runs:
             if user is not None:
-                _forget_instructions(run / "serve", user)
+                _forget_derived(run / "serve", user)
             _settle(run, digest)
     return num_stored, num_logged
 
@@ -86,8 +87,10 @@ def _erase_everywhere(states: Sequence[ServiceState], user: int) -> Iterator[int
         one.close()
 
 
-def _forget_instructions(folder: Path, user: int) -> None:
-    """Erases a user's instructions, after the events: a job that writes now finds no history."""
+def _forget_derived(folder: Path, user: int) -> None:
+    """Erases a user's stored KV prefixes and instructions, after the events: a job that writes now finds no history."""
+    for prefixes in store_folders(folder):
+        remove_user(prefixes, user)
     path = folder / INSTRUCTIONS
     if path.exists():
         store = SqliteStore(path)
@@ -115,7 +118,7 @@ def _settle(run: Path, digest: str) -> None:
         (run / REPORT).unlink(missing_ok=True)
     if "next_digest" in facts:
         if facts.get("forgetting") is not None:
-            _forget_instructions(run / "serve", facts["forgetting"])
+            _forget_derived(run / "serve", facts["forgetting"])
         _note(run, data_digest=digest)
 
 

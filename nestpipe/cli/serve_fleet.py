@@ -47,7 +47,7 @@ from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import PortError, bind, run_apps
-from nestpipe.serve.service_folder import EVENTS, kept_secret
+from nestpipe.serve.service_folder import EVENTS, PREFIXES, kept_secret
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
 
@@ -99,8 +99,8 @@ class FleetAddresses:
         urls = [one.url for one in self.members()]
         return nginx_config(urls, listen=f"{self.host}:{self.port}", timeout_ms=timeout_ms)
 
-    def workers(self, run: Path, flags: Sequence[str]) -> list[Worker]:
-        """The instances as commands; `flags` are those that all of them share."""
+    def workers(self, run: Path, flags: Sequence[str], *, stores: Path | None = None) -> list[Worker]:
+        """The instances as commands; `flags` are those that all of them share, `stores` the folder of their prefix stores."""
         start = (sys.executable, "-m", "nestpipe.cli", "serve", str(run), "--host", self.host)
         return [
             Worker(
@@ -110,6 +110,7 @@ class FleetAddresses:
                     *("--name", one.name, "--port", str(self.port + number)),
                     *("--admin-host", self.admin_host, "--admin-port", str(self.admin_port + number)),
                     *("--notes", str(notes_of(run, one))),
+                    *(("--prefix-store", str(stores / f"{one.name}-{self.port + number}")) if stores else ()),
                     *flags,
                 ),
             )
@@ -157,6 +158,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     flags += [] if arguments.request_instructions else ["--no-request-instructions"]
     flags += ["--rules", str(arguments.rules.resolve())] if arguments.rules else []
     flags += ["--state", arguments.state] if arguments.state else []
+    flags += ["--prefix-store-bytes", str(arguments.prefix_store_bytes)]
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
     histories = open_histories(run, folder / EVENTS, arguments.state)
@@ -170,9 +172,11 @@ def serve_fleet(arguments: ServeArguments) -> int:
             if other
             else fleet_retriever(run, histories, keeps_seen=keeps_seen, step=arguments.step)
         )
+    # Ports that change with every start would leave a store behind each time: then each instance takes a free one.
+    stores = arguments.prefix_store or (folder / PREFIXES if arguments.port else None)
     plan = _FleetPlan(
         place=place,
-        workers=place.workers(run.folder, flags),
+        workers=place.workers(run.folder, flags, stores=stores),
         kind=kind,
         histories=histories,
         retriever=retriever,

@@ -17,17 +17,21 @@ def main(arguments: SwapArguments) -> int:
     body: dict[str, Any] = {"run": str(arguments.new.resolve())} if arguments.new else {}
     body |= {"step": arguments.step} if arguments.step is not None else {}
     body |= {"share": arguments.share} if arguments.share is not None else {}
+    if arguments.prefill and arguments.share is not None:
+        raise ConfigError("--prefill is for a model that all users get; leave --share out.")
+    body |= {"prefill_ms_per_s": arguments.rate} if arguments.prefill else {}
+    timeout_s = None if arguments.prefill else arguments.timeout_s
     first = arguments.admin_port
     ports = range(first + 1, first + 1 + arguments.instances) if arguments.instances else [first]
     for port in ports:
         where = f"http://{arguments.host}:{port}/{'swap' if arguments.share is None else 'compare'}"
-        state = _post(where, body, token.read_text().strip(), arguments.timeout_s)
+        state = _post(where, body, token.read_text().strip(), timeout_s)
         compared = f", {state['compared']} for {state['share']:.0%} of the users" if state["compared"] else ""
         print(f"{state['instance']} serves {state['model']}{compared}", flush=True)
     return 0
 
 
-def _post(url: str, body: dict[str, Any], token: str, timeout_s: float) -> dict[str, Any]:
+def _post(url: str, body: dict[str, Any], token: str, timeout_s: float | None) -> dict[str, Any]:
     """The state of an instance after the change; raises ConfigError with its reason."""
     import httpx
 

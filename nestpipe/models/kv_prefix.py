@@ -33,6 +33,11 @@ class PrefixKey:
     anchor: str  # what the rows depend on in the request; empty unless the model is anchored
     dtype: str
 
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """What identifies the model, with its weights, features and number type."""
+        return self.model, self.weights, self.schema, self.dtype
+
     def require(self, wanted: PrefixKey) -> None:
         """Raises PrefixError unless this is the wanted key."""
         if self == wanted:

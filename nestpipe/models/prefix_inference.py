@@ -104,14 +104,25 @@ class Ranker:
 
     def begins(self, kept: KVPrefix, prefix: Batch) -> bool:
         """Whether a cached prefix is the beginning of a user's longer prefix, so that `extend` may be used."""
-        if self.model.anchored or kept.key.length > len(prefix.items.values):
-            return False
-        first = cut_events(prefix, torch.tensor([0]), torch.tensor([kept.key.length]))
-        return self._key(first, 0, InputDigest().then(first, 0)) == kept.key
+        return self.beginning(kept.key, prefix) is not None
+
+    def beginning(self, key: PrefixKey, prefix: Batch) -> InputDigest | None:
+        """The digest of the first events of a user's prefix if `key` is that of their KV prefix, so that it may be used."""
+        if key.length > len(prefix.items.values) or (self.model.anchored and key.length < len(prefix.items.values)):
+            return None
+        first = cut_events(prefix, torch.tensor([0]), torch.tensor([key.length]))
+        digest = InputDigest().then(first, 0)
+        return digest if self._key(first, 0, digest) == key else None
+
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """As `PrefixKey.made_by` of its KV prefixes."""
+        dtype = str(self.model.place.dtype).removeprefix("torch.")
+        return self._model_digest, self._weights, self._schema, dtype
 
     def made(self, key: PrefixKey) -> bool:
         """Whether a key belongs to this model with these weights."""
-        return (key.model, key.weights, key.schema) == (self._model_digest, self._weights, self._schema)
+        return key.made_by == self.made_by
 
     def score(
         self, prefixes: Sequence[KVPrefix], suffix: Suffix, candidates: CandidateBatch, *, native: bool = True
@@ -283,7 +294,7 @@ class Ranker:
             digest=digest.text(),
             length=length,
             anchor=self.model.anchor(length + 1),
-            dtype=str(self.model.place.dtype).removeprefix("torch."),
+            dtype=self.made_by[-1],
         )
 
     def _check_follows(self, prefix: KVPrefix, new: Batch, row: int) -> None:

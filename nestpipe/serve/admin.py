@@ -2,7 +2,8 @@
 
 GET  /state                                  models, bytes, costs; nothing about any user
 POST /drain                                  not ready any more
-POST /swap     {"run", "step"}               new requests get this model
+POST /swap     {"run", "step"}               new requests get this model; with "prefill_ms_per_s" after its prefixes are stored
+POST /prefill  {"users", "rate_ms_per_s"}    the KV prefixes of these users are stored, near-line
 POST /compare  {"run", "step", "share"}      this share of the users gets it, the others keep theirs
 POST /compare  {"share": 0}                  everybody gets the same model again
 """
@@ -26,10 +27,11 @@ from nestpipe.serve.http_instance import HttpInstance
 from nestpipe.serve.model_versions import Load, ParityError, VersionFile
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import http_refusal, lacks_token, parse, read_json, refuse_with
-from nestpipe.serve.schemas import CompareRequest, Request, SwapRequest
+from nestpipe.serve.schemas import CompareRequest, NearlineRequest, Request, SwapRequest
 from nestpipe.serve.versioned_worker import ModelVersions, VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
+_MAX_USERS_BYTES = 1 << 20  # of a list of users
 
 
 class Admin:
@@ -54,7 +56,10 @@ class Admin:
         return Starlette(
             routes=[
                 Route("/state", self._handle),
-                *(Route(f"/{name}", self._handle, methods=["POST"]) for name in ("drain", "swap", "compare")),
+                *(
+                    Route(f"/{name}", self._handle, methods=["POST"])
+                    for name in ("drain", "swap", "compare", "prefill")
+                ),
             ],
             exception_handlers={404: http_refusal, 405: http_refusal},
         )
@@ -83,9 +88,11 @@ class Admin:
                 await self._swap(await _read(http, SwapRequest))
             case "/compare":
                 await self._compare(await _read(http, CompareRequest))
+            case "/prefill":
+                self._instance.prefill_users(await _read(http, NearlineRequest, max_bytes=_MAX_USERS_BYTES))
 
     async def _swap(self, request: SwapRequest) -> None:
-        new = await self._loaded(request.run, request.step)
+        new = await self._loaded(request.run, request.step, prefill_ms_per_s=request.prefill_ms_per_s)
         self._file.store(replace(self._file.record, run=request.run, step=request.step))
         self._engine.use(replace(self._engine.versions, main=new))
 
@@ -106,15 +113,18 @@ class Admin:
             file.store(replace(file.record, compared=request.run, compared_step=step, share=share))
             engine.use(replace(engine.versions, other=new, share=share))
 
-    async def _loaded(self, run: str, step: int | None) -> Any:
+    async def _loaded(self, run: str, step: int | None, *, prefill_ms_per_s: float | None = None) -> Any:
         if self._is_loading:
             raise BadRequestError("another model is being loaded; wait for it.", status=409, code="busy")
         self._is_loading = True
         try:
-            return await run_in_threadpool(self._load, Path(run), step)
+            model = await run_in_threadpool(self._load, Path(run), step)
+            if prefill_ms_per_s is not None:
+                await run_in_threadpool(self._instance.prefill_version, model, prefill_ms_per_s)
+            return model
         finally:
             self._is_loading = False
 
 
-async def _read(http: HttpRequest, kind: type[Request]) -> Request:
-    return parse(await read_json(http, max_bytes=4096, timeout_s=5.0), kind)
+async def _read(http: HttpRequest, kind: type[Request], *, max_bytes: int = 4096) -> Request:
+    return parse(await read_json(http, max_bytes=max_bytes, timeout_s=5.0), kind)

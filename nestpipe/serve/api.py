@@ -25,7 +25,9 @@ from nestpipe.gateway.router import Ticket, TicketError, sign, verify
 from nestpipe.serve.config import Limits, Stages
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.known_items import CandidateSearch, KnownItems
+from nestpipe.serve.nearline_prefill import fill_version
 from nestpipe.serve.openapi import instance_calls
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import ADMITTED, Reason, decide_early, helps_nobody
 from nestpipe.serve.prometheus import EngineMetrics
 from nestpipe.serve.ranking_instance import RankingInstance
@@ -35,6 +37,7 @@ from nestpipe.serve.request_guard import Run
 from nestpipe.serve.requests import PrefillHint, RankingRequest
 from nestpipe.serve.schemas import (
     InstancePrefillReply,
+    NearlineRequest,
     PrefillRequest,
     RankRequest,
     ReleaseReply,
@@ -46,7 +49,7 @@ _QUIET_S = 1.0  # without prefill hints, while none would be admitted
 
 
 class Instance(RankingInstance):
-    """The handlers of one process. Its epoch changes with every start, because no KV prefix survives a restart."""
+    """The handlers of one process. Its epoch changes with every start, because no pinned KV prefix survives a restart."""
 
     metrics: EngineMetrics
 
@@ -91,7 +94,38 @@ class Instance(RankingInstance):
             "entries": len(engine.cache),
             "device": asdict(engine.cache.device),
             "host": asdict(engine.cache.host),
+            **self._store_state(),
         }
+
+    def _store_state(self) -> dict[str, Any]:
+        stored, nearline = self.engine.tiers.stored, self.engine.nearline
+        if stored is None or nearline is None:
+            return {}
+        store = stored.store
+        counts = {"entries": len(store), "used": store.used, "cap": store.cap, **store.counts}
+        waiting = {"waiting": len(nearline), "rate_ms_per_s": nearline.rate_ms_per_s}
+        results = {name: nearline.counts[name] for name in ("stored", "passed_over", "failed")}
+        return {"store": counts, "nearline": {**waiting, **results}}
+
+    def prefill_users(self, request: NearlineRequest) -> None:
+        nearline = self.engine.nearline
+        if nearline is None:
+            super().prefill_users(request)
+        elif request.rate_ms_per_s is not None:
+            nearline.limit(request.rate_ms_per_s)
+        if nearline is not None:
+            nearline.request([self._ids.user(one) for one in request.users])
+            self.engine.wake()
+
+    def prefill_version(self, model: ServedModel, rate_ms_per_s: float) -> None:
+        engine = self.engine
+        if engine.tiers.stored is None:
+            super().prefill_version(model, rate_ms_per_s)
+        else:
+            engine.models.add(model)  # so that its files are not removed before it is in use
+            fill_version(
+                engine.tiers.stored, engine.histories, model, chunk=engine.config.chunk, rate_ms_per_s=rate_ms_per_s
+            )
 
     async def _prefill(self, hint: PrefillRequest) -> InstancePrefillReply:
         engine, reply = self.engine, partial(InstancePrefillReply, instance=self.name, epoch=self.epoch)
@@ -178,7 +212,7 @@ class Instance(RankingInstance):
             served.prepare(events, 0)
 
     def _forget_inputs(self, user: int) -> int:
-        return self.engine.cache.invalidate(user)
+        return self.engine.invalidate(user)
 
     def _ticket(self, request: RankRequest, user: int) -> Ticket | None:
         if request.ticket is None:

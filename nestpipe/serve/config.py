@@ -57,11 +57,15 @@ class TriggerConfig:
     """Compute for prefills, in milliseconds per second."""
     burst_ms: float = 2000.0
     """Unused compute that they may save up."""
+    nearline_ms_per_s: float = 200.0
+    """Compute for near-line prefills, which extend stored KV prefixes while no request waits; 0: none."""
 
     def problems(self) -> Iterator[str]:
         for name in ("budget_ms", "lead_ms", "rate_ms_per_s", "burst_ms"):
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
+        if not 0 <= self.nearline_ms_per_s < float("inf"):
+            yield f"nearline_ms_per_s is {self.nearline_ms_per_s}; it must be 0 or more, and finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """One instance: ranking requests take the best path they can afford; KV prefixes are prefilled while no request waits.
 
-    hit_device -> join -> hit_host -> extend -> full -> shorter -> fallback -> 503
+    hit_device -> join -> hit_host -> extend -> hit_store -> full -> shorter -> fallback -> 503
 
-A request takes the first path whose cost fits before its deadline. The first five give the same scores. `shorter` (the last events
+A request takes the first path whose cost fits before its deadline. The first six give the same scores. `shorter` (the last events
 alone) and `fallback` (the caller's order) are degraded, and say so. A lost prefix, ticket or tier leads to `full`, never to an
 error. One thread takes the steps; requests come from any thread and wait for a future.
 """
@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
+from nestpipe.serve.nearline_prefill import NearlinePrefill
 from nestpipe.serve.prefill import (
     HistoryInputs,
     PrefillQueue,
@@ -31,6 +33,8 @@ from nestpipe.serve.prefill import (
     length_of,
 )
 from nestpipe.serve.prefill_policy import ADMITTED, Floats, InstanceLoad, Kind, TokenBucket, decide
+from nestpipe.serve.prefix_store import ReadPrefix, StoredMatch
+from nestpipe.serve.prefix_tiers import PrefixTiers
 from nestpipe.serve.requests import (
     DEGRADED,
     HITS,
@@ -44,6 +48,7 @@ from nestpipe.serve.requests import (
     choose,
 )
 from nestpipe.serve.schemas import RankedItems
+from nestpipe.serve.stored_prefixes import StoredPrefixes
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.versioned_worker import VersionedWorker
 
@@ -64,10 +69,12 @@ class Engine(VersionedWorker[ServedModel]):
         *,
         config: EngineConfig,
         trigger: TriggerConfig,
+        stored: StoredPrefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """`stored` is the disk tier, if there is one."""
         super().__init__("engine", served, histories, config=config, clock=clock)
-        self.trigger, self._known = trigger, {served.name}
+        self.trigger, self._known = trigger, set[str]()
         self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
@@ -84,9 +91,16 @@ class Engine(VersionedWorker[ServedModel]):
         self._inbox: deque[RankingRequest | PrefillHint] = deque()
         self._requests: list[RankingRequest] = []  # a heap by deadline
         self._prefills = PrefillQueue(self.cache, chunk=config.chunk)
+        self.tiers = PrefixTiers(self.cache, self._prefills, stored)
+        self.nearline: NearlinePrefill | None = None
+        if stored is not None:
+            rate = trigger.nearline_ms_per_s
+            self.nearline = NearlinePrefill(
+                stored, histories, model_of=self._model_of, chunk=config.chunk, rate_ms_per_s=rate, clock=clock
+            )
         self._evictable: deque[PrefixKey] = deque()  # used prefixes, to demote to the host
         self._pinned: dict[str, tuple[HistoryInputs, float]] = {}  # request id -> inputs of its prefix, until when
-        self._swept_at, self._num_removals = -math.inf, histories.num_removals
+        self._swept_at, self._num_removals = -math.inf, -1  # what was removed before is not known yet
 
     # From any thread.
 
@@ -101,6 +115,15 @@ class Engine(VersionedWorker[ServedModel]):
     @property
     def num_waiting(self) -> int:
         return len(self._inbox) + len(self._requests)
+
+    def invalidate(self, user: int) -> int:
+        """Drops the KV prefixes of a user from all tiers; returns their number."""
+        return self.tiers.invalidate(user)
+
+    def stop(self) -> None:
+        super().stop()
+        if self.tiers.stored is not None:
+            self.tiers.stored.close()
 
     def release(self, request: str) -> bool:
         """Unpins the prefix of a request; False if there is none."""
@@ -120,8 +143,8 @@ class Engine(VersionedWorker[ServedModel]):
             self._score(batch)  # 4 one call of each model with prefixes, one without; reply
         if plans and len(self._evictable) > self.config.max_batch:
             self._demote()  # under constant load too, prefixes must reach the host
-        # 5 idle: one copy to the host, or one prefill chunk
-        return bool(plans) or self._demote() or self._prefills.run()
+        # 5 idle: one copy to the host, one prefill chunk, or one of a near-line prefill
+        return bool(plans) or self._demote() or self._prefills.run() or bool(self.nearline and self.nearline.run())
 
     def _accept(self) -> None:
         is_fresh = False
@@ -148,6 +171,9 @@ class Engine(VersionedWorker[ServedModel]):
                     self.release(job.request)
                 settle(job.reply, error)
 
+    def _model_of(self, user: int) -> ServedModel:
+        return self.versions.of(user)
+
     def _prepare(self, job: RankingRequest) -> bool:
         """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
         served = job.served or self.versions.of(job.user)
@@ -166,13 +192,19 @@ class Engine(VersionedWorker[ServedModel]):
         self.histories.refresh()
         if self.histories.num_removals != self._num_removals:
             self._num_removals = self.histories.num_removals
-            self.cache.invalidate()
+            self.tiers.retain_users(self.histories)
+            if self.nearline is not None:
+                self.nearline.start_over()  # the folder may have grown
+        if self.nearline is not None:
+            self.nearline.follow_events()
         if (now := self.clock()) - self._swept_at > _SWEEP_S:
             self._swept_at = now
             self.queue_ms = self._waits.p99()
             before, self._known = self._known, {one.name for one in self.models}
             has_changed = before != self._known
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if has_changed else None)
+            if has_changed:
+                self.tiers.retain_models(one.ranker.made_by for one in self.models)
             self._evictable = deque(key for key in self._evictable if self.cache.peek_state(key) is not None)
             self._prefills.prune()
             self._pinned = {request: pinned for request, pinned in list(self._pinned.items()) if pinned[1] > now}
@@ -183,13 +215,17 @@ class Engine(VersionedWorker[ServedModel]):
         key, costs, now = inputs.key, inputs.served.costs, self.clock()
         is_live = self.cache.peek_state(key) is not None
         begun = None if is_live else inputs.longest_begun(self.cache.peek_user(inputs.key.user))
-        work_ms = costs.pre_ms(key.length, length_of(begun))
+        stored = None if is_live or begun else self.tiers.find_stored(inputs)
+        num_stored = stored.key.length if stored else 0
+        work_ms = costs.pre_ms(key.length, length_of(begun) or num_stored)
         load = InstanceLoad(
             is_live=is_live,
             has_room=self.cache.has_room(inputs.num_bytes),
             tokens_ms=self._bucket.level(now),
             work_ms=work_ms,
-            wait_ms=self._prefills.backlog_ms(key) if is_live else self._prefills.backlog_ms() + work_ms,
+            wait_ms=self._prefills.backlog_ms(key)
+            if is_live
+            else self._prefills.backlog_ms() + work_ms + costs.read_ms(num_stored),
             rank_p99_ms=self.latencies.p99(),
             queue_ms=self.queue_ms,
         )
@@ -201,13 +237,20 @@ class Engine(VersionedWorker[ServedModel]):
         if reason in ADMITTED:
             lease = self.cache.reserve(key, user=hint.user, num_bytes=inputs.num_bytes)
             assert lease is not None, "has_room was true, and only this thread reserves"
-            self._prefills.append(PrefillTask(inputs, lease, begun))
+            self._prefills.append(PrefillTask(inputs, lease, begun, stored, self._read_ahead(stored)))
             self._bucket.take(work_ms, now)
         if reason not in ADMITTED | {"already_live"}:
             return HintDecision(reason)
         self.cache.pin(key, hint.request, until=hint.until)
         self._pinned[hint.request] = inputs, hint.until
         return HintDecision(reason, key.digest)
+
+    def _read_ahead(self, stored: StoredMatch | None) -> Future[ReadPrefix] | None:
+        if stored is None or self.tiers.stored is None:
+            return None
+        reading = self.tiers.stored.launch_read(stored)
+        reading.add_done_callback(lambda _: self.wake())
+        return reading
 
     def _demote(self) -> bool:
         return any(self.cache.demote(self._evictable.popleft()) for _ in range(len(self._evictable)))
@@ -249,13 +292,16 @@ class Engine(VersionedWorker[ServedModel]):
 
     def _plan(self, request: RankingRequest, slack_ms: float) -> RankingPlan:
         assert request.inputs is not None
-        inputs, begun, knows_user = request.inputs, None, self.cache.knows_user(request.user)
+        inputs, begun, stored, num_stored = request.inputs, None, None, 0
+        knows_user = self.cache.knows_user(request.user)
         state = self.cache.peek_state(inputs.key) if knows_user else None
-        if state is None and knows_user:
+        if state is None and (knows_user or self.tiers.stored is not None):
             begun = inputs.longest_begun(self.cache.peek_user(request.user))
+            stored = None if begun else self.tiers.find_stored(inputs)
+            num_stored = stored.key.length if stored else 0
         elif state in {EntryState.RESERVED, EntryState.COMPUTING}:
             task = self._prefills.of(inputs.key)
-            begun = task.prefix if task else None
+            begun, num_stored = (task.prefix, task.num_reading) if task else (None, 0)
         choice = choose(
             inputs.served.costs,
             state=state,
@@ -265,24 +311,16 @@ class Engine(VersionedWorker[ServedModel]):
             num_bytes=inputs.num_bytes,
             begun=length_of(begun),
             block=max(inputs.served.max_len // 8, 1),
+            stored=num_stored,
         )
-        return RankingPlan(request, inputs, choice, begun if choice.path == "extend" else None)
+        return RankingPlan(request, inputs, choice, begun if choice.path == "extend" else None, stored)
 
     def _fetch_prefixes(self, plans: Sequence[RankingPlan]) -> list[list[RankingPlan]]:
         """Brings prefixes to the device and pins them; a lost one means full inference. Returns batches to score together."""
         batches: dict[tuple[ServedModel, bool], list[RankingPlan]] = {}
         for plan in plans:
             try:
-                match plan.choice.path:
-                    case "hit_device" | "hit_host":
-                        plan.pinned = plan.inputs.key
-                        self.cache.promote(plan.pinned)  # does nothing if it is there, perhaps for another request
-                        plan.prefix = self.cache.pin(plan.pinned, plan.request)
-                    case "extend":
-                        plan.pinned = plan.inputs.key
-                        plan.prefix = self.cache.pin(plan.pinned, plan.request) or self._extend(plan)
-                    case "shorter":
-                        plan.inputs = plan.inputs.served.shorter(plan.inputs, plan.choice.num_events)
+                self.tiers.fetch(plan)
             except Exception:
                 _log.exception("a prefix could not be fetched; its user is ranked in full")
                 plan.prefix = None
@@ -292,21 +330,6 @@ class Engine(VersionedWorker[ServedModel]):
                 plan.choice = RankingPath("join", plan.choice.cost_ms)
             batches.setdefault((plan.inputs.served, plan.prefix is None), []).append(plan)
         return sorted(batches.values(), key=lambda batch: batch[0].prefix is None)
-
-    def _extend(self, plan: RankingPlan) -> KVPrefix:
-        """The longer prefix. It replaces the shorter one if both fit while it is computed."""
-        inputs, lease = plan.inputs, None
-        if plan.request.since == self.cache.num_invalidations:
-            lease = self.cache.reserve(inputs.key, user=inputs.key.user, num_bytes=inputs.num_bytes)
-        try:
-            extended = inputs.served.fill(inputs, plan.prefix, chunk=inputs.key.length)
-        except Exception:
-            if lease is not None:
-                self.cache.fail(lease)
-            raise
-        if lease is not None:
-            self.cache.finish(lease, extended)
-        return extended
 
     def _score(self, plans: Sequence[RankingPlan]) -> None:
         """One call for a batch of one model and one kind of path; if it fails, one call in full for each request."""
@@ -322,45 +345,20 @@ class Engine(VersionedWorker[ServedModel]):
         for plan, own in zip(plans, scores, strict=True):
             self._reply(plan, own)
         for plan in plans:
-            self._keep(plan)
+            self.tiers.keep(plan)
 
     def _call(self, plans: Sequence[RankingPlan]) -> list[Floats]:
         candidates = [plan.request.candidates for plan in plans if plan.request.candidates is not None]
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
         served, inputs = plans[0].inputs.served, [plan.inputs for plan in plans]
-        if kept := [number for number, plan in enumerate(plans) if self._is_worth_keeping(plan)]:
+        is_worth_keeping = partial(self.tiers.is_worth_keeping, if_it_pays=self.trigger.mode == "on")
+        if kept := [number for number, plan in enumerate(plans) if is_worth_keeping(plan)]:
             scores, prefix_of = served.scores_and_prefixes(inputs, candidates)
             for number in kept:
                 plans[number].take_prefix = partial(prefix_of, number)
         else:
             scores = served.scores(inputs, candidates, prefixes or None)
         return [one.numpy().astype(np.float64) for one in scores]
-
-    def _is_worth_keeping(self, plan: RankingPlan) -> bool:
-        """Whether to keep the prefix of a full inference: a hint requested it, or the next request takes half as long."""
-        inputs, costs = plan.inputs, plan.inputs.served.costs
-        if plan.choice.path != "full" or inputs.served.ranker.model.anchored:
-            return False
-        pays = costs.halves(inputs.num_events, len(plan.request.items), inputs.num_bytes)
-        is_wanted = len(self._prefills) > 0 and self._prefills.of(inputs.key) is not None
-        return is_wanted or (pays and self.trigger.mode == "on")
-
-    def _keep(self, plan: RankingPlan) -> None:
-        """After the replies: finishes the prefill that was too late for its request, or copies the prefix to the host."""
-        if plan.take_prefix is None:
-            return
-        key, task = plan.inputs.key, self._prefills.of(plan.inputs.key)
-        try:
-            if task is not None:
-                self._prefills.remove(task)
-                self.cache.finish(task.lease, plan.take_prefix())
-            elif self.cache.peek_state(key) is None:
-                num_bytes, since = plan.inputs.num_bytes, plan.request.since
-                self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=plan.take_prefix, since=since)
-        except Exception:
-            _log.exception("a prefix could not be kept")
-            if task is not None:
-                self.cache.fail(task.lease)
 
     def _score_alone(self, plan: RankingPlan) -> Floats:
         plan.prefix = None

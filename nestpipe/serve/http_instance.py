@@ -32,10 +32,11 @@ from nestpipe.serve.openapi import Calls, document
 from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics, status_counter
+from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
 from nestpipe.serve.request_rules import refuse_rules
 from nestpipe.serve.requests import refuse_busy
-from nestpipe.serve.schemas import Event, InvalidateReply, InvalidateRequest
+from nestpipe.serve.schemas import Event, InvalidateReply, InvalidateRequest, NearlineRequest
 from nestpipe.serve.state_api import StateApi, refuse_away
 from nestpipe.serve.state_routes import state_routes
 from nestpipe.serve.state_schemas import STATE_CALLS
@@ -44,6 +45,9 @@ from nestpipe.serve.worker_thread import WorkerThread
 
 _WRITES = frozenset({"events"})
 _FEW_EVENTS = 64  # of a history, which are read faster than handed to a thread
+_NO_STORE = (
+    "this instance stores no KV prefixes: it serves no ranker, or --prefix-store-bytes is 0, or --trigger.mode is off."
+)
 _MAX_WRITES, _NUM_WRITERS = 64, 2  # writes in flight, and threads for them
 
 
@@ -99,6 +103,14 @@ class HttpInstance(ABC):
     @abstractmethod
     def _forget_inputs(self, user: int) -> int:
         """Drops what is cached of a user's history; says how many entries."""
+
+    def prefill_users(self, request: NearlineRequest) -> None:
+        """Stores the KV prefixes of users, near-line; raises BadRequestError without a store."""
+        raise BadRequestError(_NO_STORE, code="no_store")
+
+    def prefill_version(self, model: Any, rate_ms_per_s: float) -> None:
+        """Stores the KV prefixes of a model before it is used, and blocks; raises BadRequestError without a store."""
+        raise BadRequestError(_NO_STORE, code="no_store")
 
     def _more_routes(self) -> Sequence[Route]:
         """Routes besides POST /v1/NAME."""

@@ -13,6 +13,7 @@ from nestpipe.serve.generation_model import GenerativeModel, Steering
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.prefill import ServedModel, copy_prefix
 from nestpipe.serve.prefill_policy import Floats, Kind, RankingCosts, terms
+from nestpipe.serve.prefix_store import PrefixStore
 from nestpipe.serve.user_history import UserHistories
 
 
@@ -27,7 +28,13 @@ class LatencySample:
 
 
 def measure_costs(
-    served: ServedModel, histories: UserHistories, *, chunk: int, num_candidates: int = 256, repeats: int = 3
+    served: ServedModel,
+    histories: UserHistories,
+    *,
+    chunk: int,
+    store: PrefixStore | None = None,
+    num_candidates: int = 256,
+    repeats: int = 3,
 ) -> RankingCosts:
     """Measures histories and candidates of several sizes, the fastest of `repeats` each; prefills run chunk by chunk."""
     longest = served.max_len
@@ -39,6 +46,10 @@ def measure_costs(
         kept = served.fill_all(inputs, chunk=chunk)
         prefill_ms = _shortest(lambda: served.fill_all(inputs, chunk=chunk), repeats)  # noqa: B023
         samples.append(LatencySample("pre", length, 0, prefill_ms))
+        if store is not None and store.write(kept, since=store.num_forgets):
+            read_ms = _shortest(lambda: store.read(kept.key, kept.digest), repeats)  # noqa: B023
+            samples.append(LatencySample("read", length, 0, read_ms))
+            store.forget(kept.key.user)
         for count in {max(num_candidates // 16, 1), max(num_candidates // 4, 1), num_candidates}:
             items = [catalogue[place % len(catalogue)] for place in range(count)]
             wanted = served.candidates(items, histories.sequences)
@@ -53,7 +64,8 @@ def fit(samples: Iterable[LatencySample], *, copy_ms_per_byte: float = 0.0) -> R
     """Fits the costs to measurements."""
     measured, constants = list(samples), dict[Kind, Floats]()
     for kind in get_args(Kind):
-        own = [one for one in measured if one.kind == kind]
+        if not (own := [one for one in measured if one.kind == kind]):
+            continue  # there is no store
         matrix = np.array([terms(kind, one.length, one.candidates) for one in own])
         constants[kind] = _least_error(matrix, np.array([one.ms for one in own]))
     return RankingCosts(constants, copy_ms_per_byte=copy_ms_per_byte)

@@ -24,6 +24,7 @@ from nestpipe.errors import ConfigError, NestPipeError
 from nestpipe.serve.latency_model import measure_costs
 from nestpipe.serve.model import open_served
 from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.prefix_store import PrefixStore
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.versioned_worker import ModelVersions, VersionedWorker
 from nestpipe.training.run_folder import Run
@@ -41,13 +42,20 @@ class ParityError(NestPipeError):
 
 
 def load_version(
-    histories: UserHistories, folder: Path, *, step: int | None, label: str, tables: Path, chunk: int
+    histories: UserHistories,
+    folder: Path,
+    *,
+    step: int | None,
+    label: str,
+    tables: Path,
+    chunk: int,
+    store: PrefixStore | None = None,
 ) -> ServedModel:
     """Loads a checkpoint of another run on the same data, tests and measures it. Raises NestPipeError or OSError."""
     run = open_version(folder, histories)
     served = open_served(run, step=step, label=label, folder=tables)
     check_parity(served, histories, chunk=chunk)
-    served.costs = measure_costs(served, histories, chunk=chunk)
+    served.costs = measure_costs(served, histories, chunk=chunk, store=store)
     return served
 
 

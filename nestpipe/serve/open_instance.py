@@ -33,6 +33,7 @@ from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.recommending import RecommendingInstance
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS, kept_secret
+from nestpipe.serve.stored_prefixes import open_stored
 from nestpipe.serve.versioned_worker import VersionedWorker
 from nestpipe.training.run_folder import Run
 
@@ -84,6 +85,8 @@ _Opened = tuple[VersionedWorker[Any], Load, Callable[[str], RecommendingInstance
 
 def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
     folder, label = run.folder / "serve", arguments.label
+    is_used = arguments.trigger.mode in ("on", "always")
+    stored = open_stored(folder, folder=arguments.prefix_store, cap=arguments.prefix_store_bytes if is_used else 0)
     engine = open_engine(
         run,
         engine=arguments.engine,
@@ -91,12 +94,20 @@ def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
         step=arguments.step,
         label=label,
         state=arguments.state,
+        stored=stored,
     )
     search, secret = _search(run, arguments), kept_secret(folder / "secret").encode()
 
     def load(other: Path, step: int | None) -> ServedModel:
-        chunk = arguments.engine.chunk
-        return load_version(engine.histories, other, step=step, label=label, tables=folder, chunk=chunk)
+        return load_version(
+            engine.histories,
+            other,
+            step=step,
+            label=label,
+            tables=folder,
+            chunk=arguments.engine.chunk,
+            store=stored.store if stored else None,
+        )
 
     def make(name: str) -> Instance:
         return Instance(

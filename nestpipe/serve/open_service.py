@@ -31,6 +31,7 @@ from nestpipe.serve.pointwise_model import open_pointwise
 from nestpipe.serve.request_instruction import SWITCHED_OFF, UNTRAINED, RequestTexts
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
+from nestpipe.serve.stored_prefixes import StoredPrefixes
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.state.service_state import open_state
 from nestpipe.training.run_folder import Run
@@ -66,13 +67,14 @@ def open_engine(
     step: int | None = None,
     label: str = "",
     state: str = "",
+    stored: StoredPrefixes | None = None,
 ) -> Engine:
     """The engine of a run, not started yet: model, histories, and costs measured on this machine."""
     folder = run.folder / "serve"
     served = open_served(run, step=step, label=label, folder=folder)
     histories = open_histories(run, folder / EVENTS, state)
-    served.costs = measure_costs(served, histories, chunk=engine.chunk)
-    return Engine(served, histories, config=engine, trigger=trigger)
+    served.costs = measure_costs(served, histories, chunk=engine.chunk, store=stored.store if stored else None)
+    return Engine(served, histories, config=engine, trigger=trigger, stored=stored)
 
 
 _STORE_S = 0.02  # timeout of a busy instruction store; then the default instruction is used

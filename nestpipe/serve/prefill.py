@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,8 +22,10 @@ from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut
 from nestpipe.serve.known_items import Ints, KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
+from nestpipe.serve.prefix_store import ReadPrefix, StoredMatch
 
 _log = logging.getLogger("nestpipe.serve")
+_SLOW, _SLOW_S = 3.0, 0.005  # a read may take so many times its P99, and so many seconds more
 
 
 class HistoryInputs:
@@ -52,6 +55,11 @@ class HistoryInputs:
     @property
     def key(self) -> PrefixKey:
         return self.suffix.follows[0]
+
+    @property
+    def user(self) -> int:
+        """Known without a digest."""
+        return int(self.history.sample_ids[0])
 
     @property
     def num_events(self) -> int:
@@ -163,16 +171,42 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class PrefillTask:
-    """A prefill in flight, which may start from a shorter prefix."""
+    """A prefill in flight, which may start from a shorter prefix, or from one that is being read from disk."""
 
     inputs: HistoryInputs
     lease: CacheEntry[KVPrefix]
     prefix: KVPrefix | None
+    stored: StoredMatch | None = None
+    reading: Future[ReadPrefix] | None = None
 
     @property
     def remaining(self) -> tuple[int, int]:
-        """The wanted length, and how many events of it are done."""
-        return self.inputs.key.length, length_of(self.prefix)
+        """The wanted length, and how many events of it are done or being read."""
+        return self.inputs.key.length, length_of(self.prefix) or self.num_reading
+
+    @property
+    def num_reading(self) -> int:
+        """Events of the prefix that is being read."""
+        return self.stored.key.length if self.stored and self.reading else 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.reading is not None and not self.reading.done()
+
+    def take_read(self) -> None:
+        """Takes what was read. A read that takes far longer than others is given up, and the prefix is computed."""
+        if self.stored is None or self.reading is None:
+            return
+        costs, length, reading = self.inputs.served.costs, self.stored.key.length, self.reading
+        self.reading = None
+        try:
+            read = reading.result(_SLOW * costs.read_ms(length) / 1000 + _SLOW_S)
+        except TimeoutError:
+            _log.warning("a KV prefix is still being read from disk; it is computed instead")
+            costs.observe("read", (_SLOW - 1) * costs.read_ms(length))
+            return
+        self.prefix = read.prefix
+        costs.observe("read", read.ms - costs.expected("read", length, 0))
 
 
 class PrefillQueue:
@@ -208,13 +242,22 @@ class PrefillQueue:
         return sum(task.inputs.served.costs.pre_ms(*task.remaining) for task in list(self._tasks)[:end])
 
     def run(self, key: PrefixKey | None = None) -> bool:
-        """Computes one chunk of the oldest prefill, or all that remains of a key's; False if there is none."""
-        task = self.of(key) if key else self._tasks[0] if self._tasks else None
+        """Computes one chunk of the oldest prefill, or all that remains of a key's; False if there is none.
+
+        A key's prefill waits for what is being read for it; without a key such prefills are passed over.
+        """
+        task = self.of(key) if key else next((one for one in self._tasks if not one.is_waiting), None)
         if task is None:
             return False
-        start, (length, before), served = time.perf_counter(), task.remaining, task.inputs.served
+        length, served = task.inputs.key.length, task.inputs.served
         try:
             if self._cache.start(task.lease):
+                task.take_read()
+                start, before = time.perf_counter(), length_of(task.prefix)
+                if before == length and task.prefix is not None:
+                    self._cache.finish(task.lease, task.prefix)
+                    self._tasks.remove(task)
+                    return True
                 task.prefix = served.fill(task.inputs, task.prefix, chunk=length if key else self._chunk)
                 done = length_of(task.prefix)
                 expected = served.costs.expected("pre", done, 0) - served.costs.expected("pre", before, 0)

@@ -3,6 +3,7 @@
     T_full(L, C) = a0 + a1 (L + C) + a2 L² + a3 L C        history of L events and C candidates, at the request
     T_hit(L, C)  = b0 + b1 C + b2 L C                      last event and candidates, given a prefix of L events
     T_pre(L)     = c0 + c1 L + c2 L²                       the prefix alone
+    T_read(L)    = d0 + d1 L                               a stored prefix, read from disk
 
 The constants are fitted when an instance starts. While it runs they are corrected by the residuals of measurements: by the P99 for
 the decision about a hint, which guards against the worst case, and by the median for the path of a ranking request, because a path
@@ -22,23 +23,24 @@ from numpy.typing import NDArray
 
 from nestpipe.serve.config import TriggerConfig
 
-Kind = Literal["full", "hit", "pre"]
+Kind = Literal["full", "hit", "pre", "read"]
 Against = Literal["not_at_risk", "no_rescue", "too_late", "already_live", "no_room", "over_rate", "breaker"]
 Reason = Literal["admitted", Against, "probe", "shadow", "off"]
 REASONS = frozenset(get_args(Reason))
 ADMITTED = frozenset({"admitted", "probe"})  # a probe is one of many hints that an open breaker refuses
 Floats = NDArray[np.float64]
 _WINDOW = 256  # measurements behind a correction
+_USUAL_CANDIDATES = 128  # of a request that is not known yet
 _EVERY = 16  # measurements between two corrections
 
 
 class RankingCosts:
-    """Costs in milliseconds, by the constants of the three formulas; 0 without constants."""
+    """Costs in milliseconds, by the constants of the formulas; 0 without constants."""
 
     def __init__(self, constants: Mapping[Kind, Floats] | None = None, *, copy_ms_per_byte: float = 0.0):
         self._copy_ms_per_byte = copy_ms_per_byte
         zero: Mapping[Kind, Sequence[float]] = {kind: [0.0] * len(terms(kind, 0, 0)) for kind in get_args(Kind)}
-        self._constants = {kind: [float(one) for one in own] for kind, own in (constants or zero).items()}
+        self._constants = {kind: [float(one) for one in own] for kind, own in (zero | dict(constants or {})).items()}
         self._residuals: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
         self._extra: dict[Kind, float] = dict.fromkeys(self._residuals, 0.0)
         self._usual = dict(self._extra)
@@ -54,6 +56,10 @@ class RankingCosts:
     def pre_ms(self, length: int, before: int = 0) -> float:
         """P99 of extending a prefix from `before` to `length` events."""
         return self._rest_ms(length, before) + self._extra["pre"]
+
+    def read_ms(self, length: int) -> float:
+        """P99 of reading a stored prefix; 0 for none."""
+        return max(self.expected("read", length, 0) + self._extra["read"], 0.0) if length else 0.0
 
     def usual_ms(self, kind: Kind, length: int, candidates: int = 0, *, before: int = 0) -> float:
         """The median."""
@@ -83,6 +89,11 @@ class RankingCosts:
         """Whether a request whose prefix is cached on the host takes at most half as long as full inference."""
         kept_ms = self.expected("hit", length, candidates) + self.copy_ms(num_bytes)
         return kept_ms <= self.expected("full", length, candidates) / 2
+
+    def stores(self, length: int, num_bytes: int) -> bool:
+        """Whether a stored prefix pays: reading takes at most half as long as computing, and its hit as full inference."""
+        reads = self.expected("read", length, 0) <= self.expected("pre", length, 0) / 2
+        return reads and self.halves(length, _USUAL_CANDIDATES, num_bytes)
 
     def copy_ms(self, num_bytes: int) -> float:
         return num_bytes * self._copy_ms_per_byte
@@ -120,8 +131,8 @@ class InstanceLoad:
     is_live: bool  # the prefix is cached or in work
     has_room: bool
     tokens_ms: float
-    work_ms: float  # of the prefill
-    wait_ms: float  # until it would be done
+    work_ms: float  # of the prefill, after what is stored of it was read
+    wait_ms: float  # until it would be done, reading included
     rank_p99_ms: float
     queue_ms: float  # P99 queueing time of ranking requests
 
@@ -204,3 +215,5 @@ def terms(kind: Kind, length: int, candidates: int) -> tuple[float, ...]:
             return 1.0, c, n * c
         case "pre":
             return 1.0, n, n * n
+        case "read":
+            return 1.0, n

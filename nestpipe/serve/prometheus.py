@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 from nestpipe.serve.config import BUCKETS_S
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_engine import Generator
+from nestpipe.serve.nearline_prefill import NearlinePrefill
+from nestpipe.serve.prefix_store import PrefixStore
 from nestpipe.serve.worker_thread import WorkerThread
 
 
@@ -103,8 +105,26 @@ class EngineMetrics(RankingMetrics):
             copies.add_metric([label], tier.copies)
         yield copies
         yield CounterMetricFamily("nestpipe_cache_evicted", "Prefixes evicted", value=engine.cache.num_evicted)
+        if engine.tiers.stored is not None and engine.nearline is not None:
+            yield from _store_metrics(engine.tiers.stored.store, engine.nearline)
         p99_s = engine.latencies.p99() / 1e3
         yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "P99 ranking latency over the last 5 s", value=p99_s)
+
+
+def _store_metrics(store: PrefixStore, nearline: NearlinePrefill) -> Iterator[Metric]:
+    """Of KV prefixes on disk. Hits are among the paths, as `hit_store`; what was read ahead is `hit_device` or `join`."""
+    gauges = {"used_bytes": store.used, "cap_bytes": store.cap, "entries": len(store)}
+    for name, value in gauges.items():
+        yield GaugeMetricFamily(f"nestpipe_store_{name}", f"Prefix store: {name.replace('_', ' ')}", value=value)
+    counts = ("reads", "read_bytes", "writes", "written_bytes", "corrupt", "evicted", "failed")
+    for name in counts:
+        title = f"Prefix store: {name.replace('_', ' ')}"
+        yield CounterMetricFamily(f"nestpipe_store_{name}", title, value=store.counts[name])
+    yield GaugeMetricFamily("nestpipe_nearline_waiting", "Users whose stored prefix is to be made", value=len(nearline))
+    done = CounterMetricFamily("nestpipe_nearline", "Near-line prefills by result", labels=["result"])
+    for name in ("stored", "passed_over", "failed"):
+        done.add_metric([name], nearline.counts[name])
+    yield done
 
 
 class GenerationMetrics(InstanceMetrics):

@@ -19,13 +19,14 @@ from nestpipe.models.prefix_inference import CandidateBatch
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.prefill import HistoryInputs, ServedModel
 from nestpipe.serve.prefill_policy import RankingCosts, Reason, quantile
+from nestpipe.serve.prefix_store import StoredMatch
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.user_history import UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
 
-Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
-HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
+Path = Literal["hit_device", "join", "hit_host", "extend", "hit_store", "full", "shorter", "fallback"]
+HITS = frozenset({"hit_device", "join", "hit_host", "extend", "hit_store"})
 _LEAST_MS = 1e-3  # of a request whose cost is unknown
 DEGRADED = frozenset({"shorter", "fallback"})
 
@@ -141,23 +142,28 @@ def choose(
     num_bytes: int,
     begun: int,
     block: int,
+    stored: int = 0,
 ) -> RankingPath:
     """The first path that fits into the slack.
 
     `begun` is the number of events that a prefix in work has done, or that the longest shorter prefix has. A prefill that has
-    not started is not joined: full inference computes the same prefix, and completes the prefill.
+    not started is not joined: full inference computes the same prefix, and completes the prefill. `stored` is the number of
+    events of a prefix on disk, or of one that is being read for a prefill; its cost is that of the slowest reads.
     """
     full_ms = costs.usual_ms("full", num_events, num_candidates)
-    if state is None and not begun and full_ms <= slack_ms:  # as of most users
+    if state is None and not begun and not stored and full_ms <= slack_ms:  # as of most users
         return RankingPath("full", full_ms)
     hit_ms = costs.usual_ms("hit", num_events, num_candidates)
     rest_ms, copy_ms = costs.rest_ms(num_events, num_candidates, before=begun), costs.copy_ms(num_bytes)
     in_work = state in {EntryState.RESERVED, EntryState.COMPUTING}
+    stored_ms = costs.read_ms(stored) + costs.rest_ms(num_events, num_candidates, before=stored)
     paths: tuple[tuple[Path, bool, float], ...] = (
         ("hit_device", state in {EntryState.READY, EntryState.PINNED}, hit_ms),
         ("join", in_work and begun > 0, rest_ms),
+        ("join", in_work and stored > 0 and stored_ms <= full_ms, stored_ms),
         ("hit_host", state == EntryState.HOST and copy_ms < costs.usual_ms("pre", num_events), copy_ms + hit_ms),
         ("extend", state is None and begun > 0 and rest_ms <= full_ms, rest_ms),
+        ("hit_store", state is None and stored > 0 and stored_ms <= full_ms, stored_ms),
         ("full", True, full_ms),
     )
     for path, is_open, cost_ms in paths:
@@ -177,6 +183,7 @@ class RankingPlan:
     inputs: HistoryInputs
     choice: RankingPath
     prefix: KVPrefix | None = None
+    stored: StoredMatch | None = None  # of `hit_store`
     pinned: PrefixKey | None = None  # for this request
     take_prefix: Callable[[], KVPrefix] | None = None  # of a full inference, whose prefix is worth keeping
 

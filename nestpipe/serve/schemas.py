@@ -177,6 +177,14 @@ class SwapRequest(_Request):
 
     run: Annotated[str, Meta(min_length=1, max_length=1024)]
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    prefill_ms_per_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+
+
+class NearlineRequest(_Request):
+    """Stores the KV prefixes of users, near-line."""
+
+    users: Annotated[list[OwnId], Meta(max_length=1000)]
+    rate_ms_per_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
 
 
 class CompareRequest(_Request):

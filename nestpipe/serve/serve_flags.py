@@ -40,6 +40,10 @@ class ServeArguments:
     """File of the model versions set by 'nestpipe swap', which a restarted process serves again."""
     state: str = ""
     """Address of a PostgreSQL database for events, catalogue and users, postgresql://... [default: files in RUN/serve]."""
+    prefix_store_bytes: int = 4 << 30
+    """Disk space for KV prefixes of a ranker, which outlive restarts; 0: none. See docs/how-to/prefix-store.md."""
+    prefix_store: Path | None = None
+    """Folder for them, of this process alone [default: RUN/serve/prefixes/1, or the next number that no process uses]."""
     num_threads: int = 1
     """Threads of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -70,6 +74,8 @@ class ServeArguments:
         problems += [f"stages.{problem}" for problem in self.stages.problems()]
         if self.state and not self.state.startswith(("postgresql://", "postgres://")):
             problems.append(f"state is {self.state.partition('@')[0][:40]!r}; it must begin with postgresql://")
+        if self.prefix_store_bytes < 0:
+            problems.append(f"prefix_store_bytes is {self.prefix_store_bytes}; it must be 0 or more")
         if not 0 <= self.share <= 1:
             problems.append(f"share is {self.share}; it must be in 0 .. 1")
         if self.instances < 0:

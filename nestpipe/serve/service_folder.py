@@ -1,4 +1,4 @@
-"""RUN/serve, shared by the instances of a run: the event log, the secret of tickets, the admin token."""
+"""RUN/serve, shared by the instances of a run: the event log, the secret of tickets, the admin token, the prefix stores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from nestpipe.errors import ConfigError
 
 EVENTS = "events.log"
+PREFIXES = "prefixes"  # folder of prefix stores
+_ELSEWHERE = "prefix-stores.txt"  # stores outside of it, one path per line
 _SECRET_BYTES = 32
 
 
@@ -32,3 +34,18 @@ def kept_secret(path: Path) -> str:
             f"{path} has {len(secret)} characters, so it was truncated or changed and could be guessed. Remove it; the next start creates a new one."
         )
     return secret
+
+
+def note_store(serve: Path, folder: Path) -> None:
+    """Records a prefix store outside of RUN/serve, so that 'nestpipe forget' finds it."""
+    if folder.resolve() not in store_folders(serve):
+        serve.mkdir(parents=True, exist_ok=True)
+        with (serve / _ELSEWHERE).open("a") as file:
+            file.write(f"{folder.resolve()}\n")
+
+
+def store_folders(serve: Path) -> list[Path]:
+    """The prefix stores of a run."""
+    inside, elsewhere = serve / PREFIXES, serve / _ELSEWHERE
+    found = [one.resolve() for one in inside.iterdir() if one.is_dir()] if inside.is_dir() else []
+    return found + ([Path(line) for line in elsewhere.read_text().splitlines()] if elsewhere.exists() else [])

@@ -89,6 +89,7 @@ class UserHistories:
         self._held = HeldEvents.of(sequences.path)  # events of the log that the folder has too
         self._folder = folder_version(sequences.path)
         self._num_removals = 0
+        self._changed: set[int] | None = None
         self.refresh()
 
     @property
@@ -121,6 +122,12 @@ class UserHistories:
         """A history made of the folder's events, to measure costs with."""
         own = self.sequences
         return of_user(own, -1, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
+
+    def take_changed(self) -> set[int]:
+        """Users with new events in the log since the last call, which the first call begins to note."""
+        with self._lock:
+            changed, self._changed = self._changed or set(), set()
+            return changed
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -243,6 +250,8 @@ class UserHistories:
             self._drop(held)
         self.sequences, self._folder, self._held = own, folder, held
         self._ids |= ids
+        if self._changed is not None:
+            self._changed |= parsed.keys()
         for user, new in parsed.items():
             self._new[user] = self._new[user].then(new) if user in self._new else new
             self._names.setdefault(user, []).extend(names[user])

@@ -114,6 +114,12 @@ class WorkerThread(ABC):
         self.waits.queue(reply, work)
         self._wake_up.set()
 
+    def wake(self) -> None:
+        """Ends the pause of an idle thread. From any thread."""
+        with self._wakeup:
+            self._has_new = True
+            self._wakeup.notify()
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()

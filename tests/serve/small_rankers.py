@@ -59,7 +59,7 @@ def histories_of(run, folder):
     return UserHistories(run.sequences, FileState(folder / "events.log"))
 
 
-def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=None, **config):
+def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=None, stored=None, **config):
     """An engine that is stepped by hand."""
     own = copy(served) if served else open_served(run, folder=folder / "tables")  # its costs are its own
     own.costs, own.counts = known or costs(), Counter()
@@ -68,6 +68,7 @@ def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=Non
         histories_of(run, folder),
         config=EngineConfig(**{"chunk": 8, **config}),
         trigger=trigger or TriggerConfig(mode="always", burst_ms=1e9),
+        stored=stored,
         **({"clock": clock} if clock else {}),
     )
 
