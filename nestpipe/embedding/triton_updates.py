@@ -71,9 +71,9 @@ def adam_gather(missed: MissedSteps, rows: Tensor, state: Mapping[str, Tensor], 
 
 
 def _missed(missed: MissedSteps) -> list[Any]:
-    """The arguments `step` to `first_series` of a kernel."""
+    """The arguments `step` to `short_square` of a kernel."""
     series = [missed.settled, missed.recent, missed.late, missed.rates, missed.keeps, missed.powers, missed.corrections]
-    limits = [missed.num_settled, min(missed.horizon, _LAST), min(missed.first_series, _LAST)]
+    limits = [missed.num_settled, min(missed.horizon, _LAST), min(missed.first_series, _LAST), missed.short_square]
     return [missed.step, *(one.contiguous() for one in series), *limits]
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from nestpipe.ops.rows_triton import elements, gradient, slots_of
 
 ORDER = tl.constexpr(8)  # of the series; kOrder in adam.cpp
-_ENTRY = tl.constexpr(8 + 3)  # centre, keep, coefficients
+SHORT = tl.constexpr(4)  # terms of the short series; kShort in adam.cpp
+_ENTRY = tl.constexpr(2 + 8 + 1 + 4)  # centre, keep, coefficients of both
 
 
 @triton.jit
@@ -44,23 +45,33 @@ def _walk(weight, mean, square, seen, last, rates, keeps, corrections, beta1, be
 
 
 @triton.jit
-def _jump(weight, mean, square, entry, jumps, eps):
+def _polynomial(coefficients, at, jumps, NUM: tl.constexpr):
+    """The polynomial of each row's NUM coefficients at [ROWS, COLUMNS]."""
+    total = tl.load(coefficients + NUM - 1, mask=jumps, other=0.0)[:, None]
+    for step in tl.static_range(1, NUM):
+        total = total * at + tl.load(coefficients + NUM - 1 - step, mask=jumps, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _jump(weight, mean, square, entry, jumps, eps, short_square):
     """All steps at once, by the series whose entry is at `entry`."""
     centre = tl.load(entry, mask=jumps, other=1.0)[:, None]
     keep = tl.load(entry + 1, mask=jumps, other=1.0)[:, None]
-    scaled = tl.sqrt_rn(square) * centre
-    inverse = tl.div_rn(1.0, scaled + eps)
-    ratio = (eps - scaled) * inverse
-    total = tl.load(entry + 2 + ORDER, mask=jumps, other=0.0)[:, None]
-    for step in tl.static_range(ORDER):
-        total = total * ratio + tl.load(entry + 1 + ORDER - step, mask=jumps, other=0.0)[:, None]
-    return tl.where(jumps[:, None], weight * keep - mean * (total * inverse), weight)
+    root = tl.sqrt_rn(square)
+    scaled = root * centre
+    below = tl.div_rn(1.0, scaled + eps)
+    whole = _polynomial(entry + 2, (eps - scaled) * below, jumps, ORDER + 1) * below
+    is_whole = square < short_square
+    inverse = tl.div_rn(1.0, tl.where(is_whole, 1.0, root))
+    short = _polynomial(entry + 3 + ORDER, inverse * -eps, jumps, SHORT) * inverse
+    return tl.where(jumps[:, None], weight * keep - mean * tl.where(is_whole, whole, short), weight)
 
 
 @triton.jit
 def _catch_up(
     weight, mean, square, seen, live, step, settled, recent, late, rates, keeps, corrections, num_settled, horizon,
-    first_series, beta1, beta2, eps, DECAYS: tl.constexpr
+    first_series, short_square, beta1, beta2, eps, DECAYS: tl.constexpr
 ):  # fmt: skip
     """Weights [ROWS, COLUMNS] as of `step`; `seen` [ROWS] are the batches that each row has seen."""
     behind = live & (seen < step)
@@ -72,7 +83,7 @@ def _catch_up(
     weight = _walk(weight, mean, square, seen, last, rates, keeps, corrections, beta1, beta2, eps)
     number = seen.to(tl.int64)
     entry = tl.where(seen < num_settled, settled + number * _ENTRY, recent + (number - num_settled) * _ENTRY)
-    weight = _jump(weight, mean, square, entry, jumps, eps)
+    weight = _jump(weight, mean, square, entry, jumps, eps, short_square)
     if DECAYS:
         is_late = behind & (seen < num_settled)
         weight = weight * tl.load(late + seen, mask=is_late, other=1.0)[:, None]
@@ -109,6 +120,7 @@ def lazy_adam_kernel(
 def adam_kernel(
     weights, mean, square, num_batches, slots, grads, starts, offsets, n, lr, keep, beta1, rest1, beta2, rest2, eps,
     step, settled, recent, late, rates, keeps, powers, corrections, num_settled, horizon, first_series,
+    short_square,
     D: tl.constexpr, DECAYS: tl.constexpr, ARRIVED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -127,7 +139,7 @@ def adam_kernel(
         v = tl.load(square + at, mask=real, other=0.0)
         w = _catch_up(
             w, m, v, seen, live, step, settled, recent, late, rates, keeps, corrections, num_settled, horizon,
-            first_series, beta1, beta2, eps, DECAYS
+            first_series, short_square, beta1, beta2, eps, DECAYS
         )  # fmt: skip
         grad = gradient(grads, starts, offsets, place, columns, live, D, ARRIVED, ALIGNED)
         w, m, v = _step(
@@ -143,6 +155,7 @@ def adam_kernel(
 def adam_gather_kernel(
     out, weights, mean, square, num_batches, slots, n, beta1, beta2, eps,
     step, settled, recent, late, rates, keeps, powers, corrections, num_settled, horizon, first_series,
+    short_square,
     D: tl.constexpr, DECAYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """out[i] = the weights of slots[i] as of `step`; nothing else changes."""
@@ -156,7 +169,7 @@ def adam_gather_kernel(
         v = tl.load(square + at, mask=real, other=0.0)
         w = _catch_up(
             w, m, v, seen, live, step, settled, recent, late, rates, keeps, corrections, num_settled, horizon,
-            first_series, beta1, beta2, eps, DECAYS
+            first_series, short_square, beta1, beta2, eps, DECAYS
         )  # fmt: skip
         at, real = elements(place, columns, live, D)
         tl.store(out + at, w, mask=real)
