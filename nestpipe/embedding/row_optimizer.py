@@ -121,18 +121,15 @@ def update_slots(
     Slots of -1 are skipped. The number of threads does not change the result.
     """
     segments = [grads] if isinstance(grads, Tensor) else grads.segments
-    on_device = _triton_for(native, [rows, *state.values(), *segments], [rows, *segments])
-    kernels = _kernels_for(native, [rows, *state.values()], [rows, *segments])
-    if kernels is None and on_device is None and isinstance(grads, ArrivedGrads):
-        grads = grads.total()
     if isinstance(grads, Tensor) and grads.shape != (len(slots), *rows.shape[1:]):
         raise ValueError(f"gradients {list(grads.shape)} for {len(slots):,} slots do not fit rows {list(rows.shape)}")
-    if on_device is not None:
+    if (on_device := _triton_for(native, [rows, *state.values(), *segments], [rows, *segments])) is not None:
         on_device.update(optimizer, rows, state, slots, grads, lr, batch)
         return
+    kernels = _kernels_for(native, [rows, *state.values()], [rows, *segments])
     if kernels is None:
-        assert isinstance(grads, Tensor)
-        _update_copies(optimizer, rows, state, slots, grads, lr, batch)
+        total = grads.total() if isinstance(grads, ArrivedGrads) else grads
+        _update_copies(optimizer, rows, state, slots, total, lr, batch)
         return
     slots = slots.contiguous()
     call = _call(rows, slots, num_threads)
@@ -174,20 +171,19 @@ def gather_slots(
     if not isinstance(optimizer, Adam):
         return gather_rows(rows, slots, out, native=native)
     out = rows.new_empty(len(slots), *rows.shape[1:]) if out is None else out
+    if out.shape != (len(slots), *rows.shape[1:]):
+        raise ValueError(f"{len(slots):,} rows of {list(rows.shape)} do not fit into a buffer {list(out.shape)}")
     if not len(slots):
         return out
-    missed = optimizer.missed(batch, rows.dtype)
-    on_device = _triton_for(native, [rows, out, *state.values()], [rows, out])
-    kernels = _kernels_for(native, [rows, out, *state.values()], [rows])
-    if kernels is None and on_device is None:
+    missed, columns = optimizer.missed(batch, rows.dtype), [rows, out, *state.values()]
+    if (on_device := _triton_for(native, columns, [rows, out])) is not None:
+        on_device.adam_gather(missed, rows, state, slots, out)
+        return out
+    kernels = _kernels_for(native, columns, [rows])
+    if kernels is None:
         slots = upload(slots, rows.device)
         own = {name: gather_rows(column, slots) for name, column in state.items()}
         return out.copy_(caught_up(missed, gather_rows(rows, slots), own))
-    if out.shape != (len(slots), *rows.shape[1:]):
-        raise ValueError(f"{len(slots):,} rows of {list(rows.shape)} do not fit into a buffer {list(out.shape)}")
-    if on_device is not None:
-        on_device.adam_gather(missed, rows, state, slots, out)
-        return out
     slots = slots.contiguous()
     check_slots(kernels.adam_gather(_call(rows, slots, 1), missed, state, out), slots, len(rows))
     return out
