@@ -282,8 +282,8 @@ class _Loop:
         """How many batches may overlap from now on."""
         done, every = self._state.num_steps, self._refresh_steps
         others = [self._config.pipeline.steps_to_switch(done), every - done % every if every else 0]
-        others = [steps for steps in (*others, self._buffers.steps_to_barrier(done)) if steps]
-        return self._limits.steps_to_barrier(done, self._cursor, others)
+        others.append(self._buffers.steps_to_barrier(done))
+        return self._limits.steps_to_barrier(done, self._cursor, [steps for steps in others if steps])
 
     @property
     def _refresh_steps(self) -> int:

@@ -13,6 +13,9 @@ from tests.fake_accelerator.device_training import DeviceCase
 
 _NUM_BATCHES = 10
 _HOST_ONLY = frozenset(("read", "keys", "flag"))  # stages that launch nothing on the device
+# Who collects waits for the collective itself, which starts after the gradients; sums that stay here are read by the update,
+# which waits for the flag, which comes after all gradients.
+_BY_COLLECTIVE = ("collect", "grads", 0)
 
 
 class EdgeKind(NamedTuple):
@@ -46,7 +49,7 @@ def necessary_edges(schedule: Schedule) -> tuple[EdgeKind, ...]:
     every = [(event, need) for event, needs in _needs(schedule).items() for need in needs if event.kind != "backward"]
     edges = {_kind(event, need) for event, need in every}
     crossing = [edge for edge in edges if _stream(schedule, edge.event) != _stream(schedule, edge.need)]
-    on_device = [edge for edge in crossing if not {edge.event, edge.need} & _HOST_ONLY]
+    on_device = [edge for edge in crossing if not {edge.event, edge.need} & _HOST_ONLY and edge != _BY_COLLECTIVE]
     return tuple(sorted(edge for edge in on_device if not _is_implied(schedule, edge)))
 
 

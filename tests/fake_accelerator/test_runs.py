@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from nestpipe.atomic_files import read_jsonl
+from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
@@ -24,15 +25,16 @@ from tests.rank_pool import exit_code_of
 from tests.small_runs import small_config, small_log
 from tests.training.aligned_runs import align, start_config, write_scenarios, write_shop
 
-STEPS = 9
+STEPS = 6
 
 
 def train(world: World, config: Config, folder: Path) -> str:
     return train_to_end(config, folder, resume=True, quiet=True, world=world).stopped
 
 
-def config_of(log: Path, mode: str, **settings: object) -> Config:
-    config = small_config(log, "sasrec", pipeline={"mode": mode, "micro_batches": 2}, epochs=0, **settings)
+def config_of(log: Path, mode: str, more: dict[str, object] | None = None, **settings: object) -> Config:
+    pipeline = {"mode": mode, "micro_batches": 2, **(more or {})}
+    config = small_config(log, "sasrec", pipeline=pipeline, epochs=0, **settings)
     embedding = replace(config.embedding, device_bytes=8000)  # of a table of 30 rows, 100 bytes each
     return replace(config, embedding=embedding, data=replace(config.data, batch_size=6))
 
@@ -42,11 +44,13 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_log(tmp_path_factory.mktemp("device") / "log").path
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_a_nested_run_that_is_resumed_ends_as_a_sequential_one(log: Path, tmp_path: Path, world_size: int) -> None:
-    run_on_fake(world_size, train, config_of(log, "sequential", steps=STEPS), tmp_path / "sequential")
-    for steps in (4, STEPS):
-        run_on_fake(world_size, train, config_of(log, "nested", steps=steps), tmp_path / "nested", delay_us=50)
+@pytest.mark.parametrize("more", [{}, {"groups": 2}, {"staleness": 1, "sync_steps": 2}], ids=str)
+def test_a_nested_run_that_is_resumed_ends_as_a_sequential_one(
+    log: Path, tmp_path: Path, more: dict[str, object]
+) -> None:
+    run_on_fake(2, train, config_of(log, "sequential", more, steps=STEPS), tmp_path / "sequential")
+    for steps in (3, STEPS):
+        run_on_fake(2, train, config_of(log, "nested", more, steps=steps), tmp_path / "nested", delay_us=50)
     assert not differing_tensors(tmp_path / "sequential", tmp_path / "nested")
 
 
@@ -75,7 +79,7 @@ def _resized(world: World, config: Config, folder: Path) -> list[str]:
 
 
 def test_buffers_are_resized_at_barriers_and_nothing_else_changes(log: Path, tmp_path: Path) -> None:
-    fixed = config_of(log, "nested", steps=STEPS, save_steps=3)
+    fixed = config_of(log, "nested", steps=7, save_steps=3)
     run_on_fake(1, train, fixed, tmp_path / "fixed")
     chosen = replace(fixed, embedding=replace(fixed.embedding, device_bytes=0))
     ((first, *later),) = run_on_fake(1, _resized, chosen, tmp_path / "chosen", delay_us=50)
@@ -167,6 +171,15 @@ def test_a_run_killed_by_the_system_resumes_bitwise(log: Path, tmp_path: Path) -
 def test_a_device_that_is_not_there_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve_device(name)
+
+
+def test_the_command_says_that_there_is_no_such_device(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data.path", str(log), "--run", str(tmp_path / "run"), "--train.device", "cuda"]
+    assert main(["train", "tiny", *arguments]) == 2
+    assert "train.device is 'cuda', but this machine has no such device" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_auto_is_the_cpu_where_there_is_no_accelerator() -> None:
