@@ -282,10 +282,10 @@ def _overload() -> Iterator[Row]:
         low, high = found["refusal_ms_range"]
         reference = f"limit 0.1 ms; {base} {found['refusal_ms_before']:.2f} ms"
         yield "CPU of a refusal", f"{found['refusal_ms']:.3f} ms ({low:.3f}-{high:.3f})", reference, command
-        reference = f"{found['intake_ms']:.2f} ms after {found['intake_ms_before']:.2f} ms; limit 0.50x"
+        reference = f"{found['intake_ms']:.2f} ms, before {found['intake_ms_before']:.2f} ms; limit 0.50x"
         title = f"CPU of a ranking request outside the model, 128 candidates, short history, over {base}"
         yield title, figure(found, "intake_ratio"), reference, command
-        reference = f"{found['answers_per_cpu_s']:.0f} after {found['answers_per_cpu_s_before']:.0f}; aim 2x"
+        reference = f"{found['answers_per_cpu_s']:.0f}, before {found['answers_per_cpu_s_before']:.0f}; aim 2x"
         yield f"answers per CPU second, the same over {base}", figure(found, "answers_ratio"), reference, command
 
 

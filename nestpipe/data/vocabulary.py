@@ -77,7 +77,7 @@ class Vocabulary:
         """The own ids of numbers, in their order; raises DataError for a number that has none."""
         wanted = np.asarray(numbers, dtype=np.int64)
         if self.encoding == "int64":
-            return wanted.tolist()
+            return list(wanted.tolist())
         places = np.searchsorted(self._ids, wanted)
         inside = np.minimum(places, max(len(self._ids) - 1, 0))
         if len(wanted) and (not len(self._ids) or (self._ids[inside] != wanted).any()):

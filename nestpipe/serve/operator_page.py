@@ -11,7 +11,7 @@ It is not for the public: it shows the history of any user.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -21,11 +21,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from nestpipe.data.folder_merge import is_among
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import DataError
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.page_figures import RecentSamples, samples_of
+from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import refuse_with
+from nestpipe.serve.state_writer import StateWriter
 from nestpipe.serve.user_history import UserHistories
 
 MetricTexts = Callable[[], Awaitable[Sequence[str]]]
@@ -43,7 +45,7 @@ class OperatorPage:
 
     def __init__(self, histories: UserHistories, ids: ServiceIds, metrics: MetricTexts):
         self._histories, self._ids, self._metrics = histories, ids, metrics
-        self._recent = RecentSamples()
+        self._recent, self._state = RecentSamples(), StateWriter(histories, ids)
 
     def routes(self) -> list[Route]:
         return [
@@ -61,7 +63,13 @@ class OperatorPage:
     async def _figures(self, http: Request) -> Response:
         own = self._histories.sequences
         found = self._recent.add(samples_of(await self._metrics()))
-        return JSONResponse({**found, "catalogue": len(own.catalogue), "users": len(own.users)})
+        return JSONResponse({**found, "catalogue": self._num_items(own), "users": len(own.users)})
+
+    def _num_items(self, own: Sequences) -> int:
+        """Items that may be shown."""
+        living = self._histories.living.catalogue
+        num_new = int((~is_among(living.changed(), own.catalogue)).sum())
+        return len(own.catalogue) + num_new - len(living.withdrawn())
 
     async def _users(self, http: Request) -> Response:
         """Users with histories of all lengths, a usual one first, as texts: numbers of browsers have 53 bits."""
@@ -93,23 +101,21 @@ class OperatorPage:
     async def _item(self, http: Request) -> Response:
         text = http.query_params.get("item", "")
         try:
-            number = self._ids.item(text)
-        except DataError:
-            return refuse_with(404, "unknown_item", f"item {text[:80]!r} is not in the catalogue.")
-        return JSONResponse({"item": text, "attributes": await run_in_threadpool(self._attributes, number)})
+            record = await run_in_threadpool(self._record_of, text)
+        except BadRequestError as error:
+            return refuse_with(error.status, error.code, str(error))
+        return JSONResponse({"item": text, "attributes": self._attributes(record)})
 
-    def _attributes(self, item: int) -> dict[str, Any]:
+    def _record_of(self, item: str) -> dict[str, Any]:
+        """An item as it is now; raises BadRequestError for an unknown one."""
+        self._histories.refresh()
+        return self._state.item(item)
+
+    def _attributes(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes of an item that a person can read, in the values of the log."""
-        own = self._histories.sequences
-        place = int(np.searchsorted(own.catalogue, item))
         found: dict[str, Any] = {}
-        for feature in own.schema.of_scope("item"):
-            stored = own.item_features[feature.name]
-            if stored.offsets is not None:
-                values = stored.values[slice(*stored.offsets[place : place + 2].tolist())]
-                texts = own.vocabulary("item" if feature.encoding == "item" else feature.name).own_ids(values)
-                found[feature.name] = ", ".join(map(str, texts)) or None
-            elif feature.kind == "number":
-                value = float(stored.values[place])
-                found[feature.name] = None if np.isnan(value) else value
-        return found
+        for feature in self._histories.sequences.schema.of_scope("item"):
+            if feature.kind != "vector":
+                value = record.get(feature.name)
+                found[feature.name] = ", ".join(map(str, value)) or None if isinstance(value, list) else value
+        return found if record["available"] else {**found, "withdrawn": True}

@@ -55,6 +55,8 @@ class ServiceIds:
         """The number of an own id, of the folder or given since; None for a text that has none. Raises DataError for no int64."""
         vocabulary = self._vocabulary(name)
         if vocabulary.encoding == "int64" and lenient:
+            if type(own) is int and -(2**63) <= own < 2**63:  # as most requests have it
+                return own
             numbers, known = vocabulary.numbers_of([own])
             return int(numbers[0]) if known[0] else None
         number = vocabulary.number_of(own)

@@ -100,7 +100,7 @@ class RankingCosts:
 
     def expected(self, kind: Kind, length: int, candidates: int) -> float:
         """By the fitted constants, without corrections."""
-        return sum(map(mul, self._constants[kind], terms(kind, length, candidates)))
+        return float(sum(map(mul, self._constants[kind], terms(kind, length, candidates))))
 
     def observe(self, kind: Kind, residual_ms: float) -> None:
         """Adds a residual: the measured minus the expected time."""

@@ -281,7 +281,7 @@ def stored(own: Sequences, rows: Ints) -> UserEvents:
 
 def of_user(own: Sequences, user: int, events: UserEvents, *, features: Mapping[str, Any] | None = None) -> Sequences:
     """The history of a user, with their features as they were stored since, or else those of the folder."""
-    place = _place(own, user) if features is None else None
+    place = _place(own, user) if features is None and own.user_features else None
     known = {
         feature.name: parse_feature(feature, [features or {}])
         if place is None

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
+from nestpipe.gateway.gateway import admin_app as members_app
 from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members
+from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, Stages, TriggerConfig
+from nestpipe.serve.model_versions import load_version
 from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served as Server
 from tests.gateway.test_cascade import TLS
@@ -76,3 +83,45 @@ def test_every_kind_of_run_answers_as_documented(runs_of, tmp_path, scale, kind,
         user = int(service.run.sequences.users[0])
         assert service.recommend(user=user, k=2)["degraded"] is False
         assert service.http.get("/readyz").json() == {"ready": True}
+
+
+ANY = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("x" * 2000)
+FIELDS = st.sampled_from(["run", "step", "share", "name", "action", "url", "x"])
+OBJECTS = st.dictionaries(FIELDS, ANY, max_size=4).filter(lambda one: one.get("share") != 0)
+BODIES = st.binary(max_size=60) | (OBJECTS | ANY | st.lists(ANY, max_size=3)).map(lambda one: json.dumps(one).encode())
+
+
+def test_the_operators_page_and_administration_answer_whatever_is_sent(runs_of, tmp_path, scale):
+    """They are not in the OpenAPI document. Nothing crashes, and every refusal says why."""
+    with serving("ranker", runs_of, tmp_path, limits=LIMITS) as service:
+        engine, instance = service.worker, service.instance
+        instance.has_page = True
+        remote = InstanceClient(Members([]), httpx.AsyncClient(timeout=None, verify=TLS))
+        load = partial(load_version, engine.histories, label="", tables=tmp_path, chunk=16)
+        admin = Admin(instance, engine, token="t", load=lambda run, step: load(run, step=step))
+        apps = {"page": instance.app(), "admin": admin.app(), "members": members_app(remote, token="t")}
+        servers = {name: Server(app) for name, app in apps.items()}
+        held, before = httpx.Client(headers={"authorization": "Bearer t"}, timeout=60, verify=TLS), engine.versions
+
+        @given(st.sampled_from(["users", "history", "item", "figures"]), st.text(max_size=20) | st.integers().map(str))
+        @settings(max_examples=scale(20, 500), suppress_health_check=list(HealthCheck), deadline=None)
+        def look(name, text):
+            answer = held.get(f"{servers['page'].url}/page/{name}", params={"user": text, "item": text})
+            assert answer.status_code in {200, 404}, (name, text, answer.text)
+            assert answer.status_code == 200 or answer.json()["error"]["message"]
+
+        @given(st.sampled_from(["admin/swap", "admin/compare", "members/members"]), BODIES)
+        @settings(max_examples=scale(30, 500), suppress_health_check=list(HealthCheck), deadline=None)
+        def change(path, body):
+            server, _, name = path.partition("/")
+            answer = held.post(f"{servers[server].url}/{name}", content=body)
+            assert answer.status_code in {200, 400, 404, 413}, (path, body, answer.text)
+            assert answer.status_code == 200 or answer.json()["error"]["message"]
+
+        look()
+        change()
+        assert engine.versions == before
+        assert held.get(f"{servers['admin'].url}/state", headers={"authorization": ""}).status_code == 401
+        held.close()
+        for server in servers.values():
+            server.close()

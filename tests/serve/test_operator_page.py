@@ -125,6 +125,16 @@ def test_an_instance_has_the_page_if_asked(runs_of, tmp_path, kind):
             assert set(attributes) == {one.name for one in own.schema.of_scope("item") if one.kind != "vector"}
             assert client.get("/page/item", params={"item": "no such"}).json()["error"]["code"] == "unknown_item"
             assert client.post("/page/figures").status_code == 405, "the page changes nothing"
+            new = {"id": 10**6, "price": 4.5, "category": 3}
+            service.http.put("/v1/items", json={"items": [new]}).raise_for_status()
+            attributes = client.get("/page/item", params={"item": 10**6}).json()["attributes"]
+            assert (attributes["price"], attributes["category"]) == (4.5, 3), "a new item has its own"
+            service.http.patch(f"/v1/items/{item}", json={"price": 9.5}).raise_for_status()
+            assert client.get("/page/item", params={"item": item}).json()["attributes"]["price"] == 9.5, "as it is now"
+            assert client.get("/page/figures").json()["catalogue"] == len(own.catalogue) + 1
+            service.http.delete(f"/v1/items/{item}").raise_for_status()
+            assert client.get("/page/item", params={"item": item}).json()["attributes"]["withdrawn"]
+            assert client.get("/page/figures").json()["catalogue"] == len(own.catalogue)
         server.stop()
 
 

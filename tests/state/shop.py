@@ -76,7 +76,7 @@ class InstanceProcess:
         self._process = _CONTEXT.Process(target=_serve, args=(self._words, str(self._log)), daemon=True)
         self._process.start()
 
-    def wait_ready(self, *, seconds: float = 60) -> None:
+    def wait_ready(self, *, seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not self.is_ready():
             if not self._process.is_alive() or time.monotonic() > end:
