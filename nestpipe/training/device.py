@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +12,39 @@ import torch
 
 from nestpipe.distributed.process_group import backend_of
 from nestpipe.errors import ConfigError
+from nestpipe.generative.config import AlignedConfig
+from nestpipe.models.config import EncDecConfig
+from nestpipe.ops.precision import bf16_problem, has_fast_bf16
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""`--train.precision`: the type of matrix products."""
+log = logging.getLogger("nestpipe")
 
 
-def resolve_device(name: str, *, host_only: bool = False) -> torch.device:
+def check_precision(name: str, device: torch.device, model: object = None) -> None:
+    """Raises ConfigError for a precision that a device, or the model of a config, cannot train in; logs what runs in it."""
+    if name == "fp32":
+        return
+    if isinstance(model, AlignedConfig):
+        raise ConfigError(
+            "train.precision is 'bf16', but an aligned run compares probabilities with those that its reference computed in "
+            "fp32: the difference of the two precisions would count as a change of the policy. Use --train.precision fp32."
+        )
+    if problem := bf16_problem(device):
+        raise ConfigError(f"train.precision is 'bf16', but {problem}; use --train.precision fp32.")
+    log.info(
+        "matrix products of the dense part: bf16; weights, rows, losses, sums and optimizers: fp32%s",
+        "" if has_fast_bf16(device) else ". This CPU has no instructions for bf16: it is slower than fp32",
+    )
+
+
+def resolve_device(name: str, model: object = None) -> torch.device:
     """The device of this rank: `auto` is the accelerator if there is one, else the CPU. Raises ConfigError.
 
-    An accelerator without an index is that of the rank on its machine (LOCAL_RANK). `host_only`: the model cannot be
-    trained on a device.
+    An accelerator without an index is that of the rank on its machine (LOCAL_RANK). `model`: the config of the model that
+    is trained there.
     """
+    host_only = isinstance(model, EncDecConfig)
     if host_only and name not in ("auto", "cpu"):
         raise ConfigError(
             f"train.device is {name!r}, but models with semantic ids train on the CPU only; use --train.device cpu."

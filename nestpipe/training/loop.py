@@ -35,7 +35,7 @@ from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
 from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.models.config import EncDecConfig, FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
@@ -44,7 +44,7 @@ from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import BatchWork, TrainState
 from nestpipe.profiling.torch_profiler import profiled
-from nestpipe.training.device import exact_device, resolve_device
+from nestpipe.training.device import check_precision, exact_device, resolve_device
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
@@ -112,8 +112,8 @@ def train_to_end(
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
     config = with_log_sizes(with_absolute_paths(config))
-    host_only = isinstance(config.model, EncDecConfig)
-    device = world.device if world else resolve_device(config.train.device, host_only=host_only)
+    device = world.device if world else resolve_device(config.train.device, config.model)
+    check_precision(config.train.precision, device, config.model)
     with (
         exact_device(device),
         contextlib.closing(world or World.from_environment(device=device, stacks=Path(folder))) as open_world,

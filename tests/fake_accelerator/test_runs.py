@@ -12,6 +12,7 @@ from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
 from nestpipe.errors import ConfigError
+from nestpipe.models.config import EncDecConfig
 from nestpipe.training.device import resolve_device
 from nestpipe.training.loop import train_to_end
 from tests.fake_accelerator.fake_ranks import run_on_fake
@@ -106,9 +107,9 @@ def test_a_device_that_is_not_there_is_refused(name: str, problem: str) -> None:
 
 
 def test_models_with_semantic_ids_train_on_the_cpu_only() -> None:
-    assert resolve_device("auto", host_only=True).type == "cpu"
+    assert resolve_device("auto", EncDecConfig()).type == "cpu"
     with pytest.raises(ConfigError, match="semantic ids train on the CPU only"):
-        resolve_device("cuda", host_only=True)
+        resolve_device("cuda", EncDecConfig())
 
 
 def test_auto_is_the_cpu_where_there_is_no_accelerator() -> None:
