@@ -6,8 +6,12 @@ which waits, is called only where the host needs the values. On the CPU all of t
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
+
+_LOCK, _counts = Lock(), {"downloads": 0}
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -27,8 +31,15 @@ def download_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
     for copy, one in zip(copies, tensors, strict=True):
         copy.copy_(one.detach(), non_blocking=True)
+    with _LOCK:
+        _counts["downloads"] += 1
     torch.accelerator.current_stream().record_event().synchronize()
     return copies
+
+
+def num_downloads() -> int:
+    """How often a thread of this process has waited for a download so far."""
+    return _counts["downloads"]
 
 
 def used_here(*tensors: Tensor) -> None:
