@@ -38,17 +38,15 @@ def check_precision(name: str, device: torch.device, model: object = None) -> No
     )
 
 
-def resolve_device(name: str, model: object = None) -> torch.device:
+def resolve_device(name: str, model: object = None, *, flag: str = "--train.device") -> torch.device:
     """The device of this rank: `auto` is the accelerator if there is one, else the CPU. Raises ConfigError.
 
     An accelerator without an index is that of the rank on its machine (LOCAL_RANK). `model`: the config of the model that
-    is trained there.
+    is trained there. `flag` is where the name was given.
     """
     host_only = isinstance(model, EncDecConfig)
     if host_only and name not in ("auto", "cpu"):
-        raise ConfigError(
-            f"train.device is {name!r}, but models with semantic ids train on the CPU only; use --train.device cpu."
-        )
+        raise ConfigError(f"{flag} is {name!r}, but models with semantic ids train on the CPU only; use {flag} cpu.")
     if host_only:
         return torch.device("cpu")
     if name == "auto":
@@ -57,18 +55,16 @@ def resolve_device(name: str, model: object = None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"train.device is {name!r}, which this torch does not know: {_first_line(error)}") from error
+        raise ConfigError(f"{flag} is {name!r}, which this torch does not know: {_first_line(error)}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if not _is_available(device):
         raise ConfigError(
-            f"train.device is {name!r}, but this machine has no such device ('nestpipe doctor' shows what it has); "
-            "use --train.device auto or cpu."
+            f"{flag} is {name!r}, but this machine has no such device ('nestpipe doctor' shows what it has); "
+            f"use {flag} auto or cpu."
         )
     if backend_of(device) is None:
-        raise ConfigError(
-            f"train.device is {name!r}, for which torch has no communication library; use cuda, npu or cpu."
-        )
+        raise ConfigError(f"{flag} is {name!r}, for which torch has no communication library; use cuda, npu or cpu.")
     index, count = _index(device), torch.accelerator.device_count()
     if index >= count:
         raise ConfigError(

@@ -80,14 +80,14 @@ def kernel_probes() -> Iterator[DeviceProbe]:
     """Checks of streams and kernels, without training."""
     yield DeviceProbe("streams are ordered by events", "streams", check_order)
     yield DeviceProbe("memory in use on another stream is not reused", "streams", check_lifetime)
-    yield DeviceProbe("gather, scatter and sums of rows, bitwise", "row kernels", check_row_moves)
+    yield DeviceProbe("gather and scatter and sums of rows", "row kernels", check_row_moves)
     for kind in OPTIMIZERS:
-        yield DeviceProbe(f"row update {kind}, bitwise", "row kernels", _row_update(kind))
+        yield DeviceProbe(f"row update {kind}", "row kernels", _row_update(kind))
     for kind, mode, biases in _ATTENTION:
-        name = f"attention {kind}, {mode}, {biases}"
+        name = f"attention {kind} {mode} with {biases}"
         yield DeviceProbe(name, f"attention {kind}", _attention(kind, mode, biases, torch.float32))
     for kind, mode, biases in _ATTENTION[::3]:
-        name = f"attention {kind}, {mode}, {biases}, bf16"
+        name = f"attention {kind} {mode} with {biases} in bf16"
         yield DeviceProbe(name, "mixed precision", _attention(kind, mode, biases, torch.bfloat16))
     for source in ("token", "sample", "pool", "shared"):
         yield DeviceProbe(f"negatives of each {source}", "negatives", _negatives(source))

@@ -84,14 +84,14 @@ SCHEDULES = {
     "dual-buffer": TrialCase(mode="dual-buffer", depth=2),
     "frozen-window": TrialCase(mode="frozen-window", optimizer="adagrad"),
     "nested": _NESTED,
-    "nested, depth 3": replace(_NESTED, depth=3),
-    "nested, 3 chunks": replace(_NESTED, chunks=3),
-    "nested, shared chunks": replace(_NESTED, chunks="shared", depth=2),
-    "nested, clipped": replace(_NESTED, clip=Clip(0.5, rows=True), optimizer="adagrad"),
-    "nested, exact adam": replace(_NESTED, optimizer="adam"),
-    "nested, stale": replace(_NESTED, stale=True),
-    "nested, SASRec, full softmax": replace(_NESTED, backbone="sasrec", loss="full"),
-    "nested, FuXi, in-batch softmax": replace(_NESTED, backbone="fuxi", loss="in_batch"),
+    "nested at depth 3": replace(_NESTED, depth=3),
+    "nested in 3 chunks": replace(_NESTED, chunks=3),
+    "nested in shared chunks": replace(_NESTED, chunks="shared", depth=2),
+    "nested with clipping": replace(_NESTED, clip=Clip(0.5, rows=True), optimizer="adagrad"),
+    "nested with exact Adam": replace(_NESTED, optimizer="adam"),
+    "nested with stale rows": replace(_NESTED, stale=True),
+    "nested SASRec with full softmax": replace(_NESTED, backbone="sasrec", loss="full"),
+    "nested FuXi with in-batch softmax": replace(_NESTED, backbone="fuxi", loss="in_batch"),
 }
 
 
@@ -100,7 +100,7 @@ def training_probes() -> Iterator[DeviceProbe]:
     yield DeviceProbe("losses of the CPU", "models and losses", check_losses)
     for name, case in SCHEDULES.items():
         yield DeviceProbe(f"bitwise sequential: {name}", "schedules", _same_as_sequential(case))
-    yield DeviceProbe("bitwise sequential: nested, bf16", "mixed precision", check_bf16)
+    yield DeviceProbe("bitwise sequential: nested in bf16", "mixed precision", check_bf16)
     yield DeviceProbe("device buffer smaller than the table", "device row buffer", check_small_buffer)
     yield DeviceProbe(f"at most {MAX_SYNCS} waits of the host per step", "host waits", check_host_waits)
 
