@@ -87,7 +87,17 @@ COMPONENTS: dict[str, Proof] = {
         "weights and rows of the device, scored on the host",
         fake=(f"{_RUNS}test_validation_reads_the_rows_and_weights_of_the_device",),
     ),
-    "evaluation and serving": Proof("`nestpipe eval`, `nestpipe serve`", missing="on the CPU only"),
+    "serving rankers": Proof(
+        "`nestpipe serve --device`: model, KV prefixes, hits",
+        fake=(
+            f"{_FAKE}test_serving.py::test_every_path_gives_the_scores_of_the_cpu",
+            f"{_FAKE}test_serving.py::test_the_device_tier_is_bounded",
+            f"{_FAKE}test_serving.py::test_moves_that_nobody_waits_for_are_seen",
+        ),
+    ),
+    "evaluation and other serving": Proof(
+        "`nestpipe eval`; next-item, DCN, generative runs", missing="on the CPU only"
+    ),
 }
 
 

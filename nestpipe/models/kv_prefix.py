@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged
+from nestpipe.ops.device_memory import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,13 @@ class KVPrefix:
                 f"the KV prefix has {len(self.keys[0])} keys for {self.key.length} events. It cannot be shortened, because "
                 "each row depends on the rows before it; prefill it again from the shorter history."
             )
+
+    def moved(self, device: torch.device) -> KVPrefix:
+        """The prefix with keys and values on a device; itself if they are there. Times stay on the host."""
+        if not self.keys or self.keys[0].device.type == device.type:
+            return self
+        keys, values = (tuple(upload(one, device) for one in part) for part in (self.keys, self.values))
+        return dataclasses.replace(self, keys=keys, values=values)
 
     @property
     def num_bytes(self) -> int:

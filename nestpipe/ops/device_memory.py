@@ -49,6 +49,12 @@ def used_here(*tensors: Tensor) -> None:
             one.record_stream(torch.accelerator.current_stream())
 
 
+def wait_here(*tensors: Tensor) -> None:
+    """Waits until the current stream has done what was launched on it, if any of these tensors is on a device."""
+    if any(one.device.type != "cpu" for one in tensors):
+        torch.accelerator.current_stream().record_event().synchronize()
+
+
 def address(tensor: Tensor) -> int:
     """The address of a tensor for native code, which runs on the host. Raises TypeError for a tensor on a device."""
     if not tensor.is_cpu:

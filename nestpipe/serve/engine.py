@@ -22,15 +22,9 @@ import numpy as np
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
-from nestpipe.serve.prefill import (
-    HistoryInputs,
-    PrefillQueue,
-    PrefillTask,
-    ServedModel,
-    copy_prefix,
-    length_of,
-)
+from nestpipe.serve.prefill import HistoryInputs, PrefillQueue, PrefillTask, ServedModel, length_of
 from nestpipe.serve.prefill_policy import ADMITTED, Floats, InstanceLoad, Kind, TokenBucket, decide
+from nestpipe.serve.prefix_moves import prefix_moves
 from nestpipe.serve.requests import (
     DEGRADED,
     HITS,
@@ -68,12 +62,14 @@ class Engine(VersionedWorker[ServedModel]):
     ):
         super().__init__("engine", served, histories, config=config, clock=clock)
         self.trigger, self._known = trigger, {served.name}
+        self._moves = prefix_moves(served.ranker.device)
         self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
             device_ttl_s=config.device_ttl_s,
             host_ttl_s=config.host_ttl_s,
-            copy=copy_prefix,
+            copy=self._moves.demoted,
+            promoted=self._moves.promoted,
             clock=clock,
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', value)
@@ -356,7 +352,8 @@ class Engine(VersionedWorker[ServedModel]):
                 self.cache.finish(task.lease, plan.take_prefix())
             elif self.cache.peek_state(key) is None:
                 num_bytes, since = plan.inputs.num_bytes, plan.request.since
-                self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=plan.take_prefix, since=since)
+                make, on_host = plan.take_prefix, self._moves.on_host
+                self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=lambda: on_host(make()), since=since)
         except Exception:
             _log.exception("a prefix could not be kept")
             if task is not None:

@@ -41,11 +41,18 @@ class ParityError(NestPipeError):
 
 
 def load_version(
-    histories: UserHistories, folder: Path, *, step: int | None, label: str, tables: Path, chunk: int
+    histories: UserHistories,
+    folder: Path,
+    *,
+    step: int | None,
+    label: str,
+    tables: Path,
+    chunk: int,
+    device: torch.device | None = None,
 ) -> ServedModel:
     """Loads a checkpoint of another run on the same data, tests and measures it. Raises NestPipeError or OSError."""
     run = open_version(folder, histories)
-    served = open_served(run, step=step, label=label, folder=tables)
+    served = open_served(run, step=step, label=label, folder=tables, device=device)
     check_parity(served, histories, chunk=chunk)
     served.costs = measure_costs(served, histories, chunk=chunk)
     return served

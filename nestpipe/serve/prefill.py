@@ -18,6 +18,7 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
+from nestpipe.ops.device_memory import wait_here
 from nestpipe.serve.known_items import KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
@@ -118,6 +119,7 @@ class ServedModel:
         until = last if self.ranker.model.anchored else min(first + chunk, last)
         chunk_events = cut_events(inputs.prefix, torch.tensor([first]), torch.tensor([until]))
         (filled,) = self.ranker.prefill(chunk_events) if kept is None else self.ranker.extend([kept], chunk_events)
+        wait_here(*filled.keys)  # a ranking request must not queue behind chunks that were only launched
         return filled
 
     def fill_all(self, inputs: HistoryInputs, *, chunk: int) -> KVPrefix:

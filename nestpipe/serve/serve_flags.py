@@ -42,6 +42,8 @@ class ServeArguments:
     """Address of a PostgreSQL database for events, catalogue and users, postgresql://... [default: files in RUN/serve]."""
     num_threads: int = 1
     """Threads of the model."""
+    device: str = "auto"
+    """Where a ranker and its KV prefixes are: auto (the accelerator if there is one, else the CPU), cpu, cuda or npu."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     limits: Limits = field(default_factory=Limits)

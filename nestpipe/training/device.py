@@ -14,6 +14,7 @@ from nestpipe.distributed.process_group import backend_of
 from nestpipe.errors import ConfigError
 from nestpipe.generative.config import AlignedConfig
 from nestpipe.models.config import EncDecConfig
+from nestpipe.ops.named_device import named_device
 from nestpipe.ops.precision import bf16_problem, has_fast_bf16
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,17 +53,9 @@ def resolve_device(name: str, model: object = None, *, flag: str = "--train.devi
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = "cpu" if found is None or backend_of(found) is None else found.type
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{flag} is {name!r}, which this torch does not know: {_first_line(error)}") from error
+    device = named_device(name, flag=flag)
     if device.type == "cpu":
-        return torch.device("cpu")
-    if not _is_available(device):
-        raise ConfigError(
-            f"{flag} is {name!r}, but this machine has no such device ('nestpipe doctor' shows what it has); "
-            f"use {flag} auto or cpu."
-        )
+        return device
     if backend_of(device) is None:
         raise ConfigError(f"{flag} is {name!r}, for which torch has no communication library; use cuda, npu or cpu.")
     index, count = _index(device), torch.accelerator.device_count()
@@ -91,16 +84,5 @@ def exact_device(device: torch.device) -> Iterator[None]:
         backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark = before
 
 
-def _is_available(device: torch.device) -> bool:
-    try:
-        return bool(torch.get_device_module(device).is_available())
-    except RuntimeError:  # no module: torch was built without it
-        return False
-
-
 def _index(device: torch.device) -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -264,7 +264,7 @@ def _attended(
     values.append(numbers(4, max(_LENGTHS)) if has_times else None)
     values.append(numbers(5, 41) if has_times and not decay else None)
     values.append(torch.tensor([0.5, 0.02, 0.4]) if decay else None)
-    own = [None if one is None else upload(one.to(dtype), device).requires_grad_() for one in values]
+    own: list[Any] = [None if one is None else upload(one.to(dtype), device).requires_grad_() for one in values]
     jagged = [one.moved(lambda tensor: upload(tensor, device)) for one in (items, times, asked)]
     layout = attention_layout(
         jagged[0],
@@ -273,10 +273,10 @@ def _attended(
         num_buckets=0 if decay else 40,
         decay=decay,
     )
-    q, k, v, *learned = own
+    q, k, v, position, time_bias, decayed = own
     with mixed_precision(device, rounded if backend is None else torch.float32):
         q, k, v = (one.to(rounded) if backend is None else one for one in (q, k, v))
-        bias = Bias(*learned, mode=mode)
+        bias = Bias(position, time_bias, decayed, mode)
         out = jagged_attention(q, k, v, layout, kind=kind, scale=0.25, norm=11.0, bias=bias, backend=backend)
     leaves = [one for one in own if one is not None]
     grads = torch.autograd.grad((out.to(dtype) * upload(numbers(6, *out.shape).to(dtype), device)).sum(), leaves)

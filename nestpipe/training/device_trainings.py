@@ -152,7 +152,7 @@ reference = cache(trained)  # several schedules have the same
 
 def _new_state(device: torch.device, case: TrialCase, size: TrialSize) -> TrainState:
     shape: dict[str, Any] = {"dim": size.dim, "num_blocks": 1, "num_heads": 2, "dropout": 0.2}
-    heads = {"qk_dim": size.dim // 2, "v_dim": size.dim // 2}
+    heads: dict[str, Any] = {"qk_dim": size.dim // 2, "v_dim": size.dim // 2}
     configs = {"sasrec": SASRecConfig(**shape), "hstu": HSTUConfig(**shape, **heads)}
     model = build_retrieval(
         configs.get(case.backbone) or FuXiConfig(**shape, **heads),
