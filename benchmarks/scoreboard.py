@@ -70,6 +70,7 @@ def rows() -> Iterator[Row]:
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", reference, "mfu.py"
     yield from _evaluation()
     yield from _new_items()
+    yield from _precision()
     yield from _generative_training()
     yield from _checkpoints()
     yield from _scale()
@@ -125,6 +126,16 @@ def _new_items() -> Iterator[Row]:
         reference = f"without {warm['without']:.4f}, paired change {mean:+.1%} [{low:+.1%}, {high:+.1%}], limit -2%"
         title = f"HR@10 of the other {found['num_warm']:,} targets with item features"
         yield title, f"{warm['with']:.4f}", reference, command
+
+
+def _precision() -> Iterator[Row]:
+    for one in records("precision")[-1:]:
+        for recipe, found in one["figures"].items():
+            mean, low, high = found["ndcg10_change"]
+            title = f"NDCG@10 of {recipe} in bf16 minus fp32, {one['settings']['seeds']} seeds, generated log"
+            reference = f"fp32 {found['ndcg10']['fp32']:.4f}, limit: the interval contains 0; "
+            reference += f"CPU time {figure(found, 'cpu_ratio')} of fp32"
+            yield title, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", reference, "precision.py"
 
 
 def _over_dense() -> Iterator[Row]:

@@ -84,6 +84,7 @@ def aligned_config(start: Run, arguments: AlignArguments) -> Config:
         pipeline=replace(config.pipeline, mode=arguments.mode or config.pipeline.mode),
         train=replace(
             config.train,
+            precision="fp32",  # that of the reference's probabilities
             epochs=arguments.passes,
             steps=0,
             minutes=0.0,

@@ -355,15 +355,22 @@ class SimulateArguments:
 class DoctorArguments:
     """Checks what this machine can run: versions, compiler, kernels, memory, speed, determinism.
 
-    Compiles the native library if it is not cached. Exit code 1 if nestpipe cannot work here.
+    Compiles the native library if it is not cached. Exit code 1 if nestpipe cannot work here. With --device: checks training on
+    a device instead, by small trainings there and by a run that is killed; takes some minutes.
 
-    Example: nestpipe doctor --json
+    Example: nestpipe doctor --device auto --write device.json
 
     Next: nestpipe demo
     """
 
     json: bool = False
     """Print JSON instead of a table."""
+    device: Annotated[str, tyro.conf.arg(metavar="auto|cpu|cuda|npu", help_behavior_hint="")] = ""
+    """Check this device; auto is the accelerator if there is one."""
+    only: Annotated[str, tyro.conf.arg(metavar="TEXT,...", help_behavior_hint="")] = ""
+    """With --device: only the checks whose name contains one of these texts."""
+    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """With --device: record date, hardware and results as JSON. With it, docs/how-to/devices.md can name your device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
@@ -25,11 +24,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn import functional as F
 
+from nestpipe.cli import doctor_device
 from nestpipe.cli.arguments import DoctorArguments
-from nestpipe.distributed.process_group import BACKENDS
+from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import attention_layout, jagged_attention
-from nestpipe.ops.backends import TABLE, BackendRequest, Standing, decide
+from nestpipe.ops.backends import BackendRequest, decide
 from nestpipe.training.environment import _GB, MachineCheck, check_accelerator, check_cpu, check_memory, check_native
 
 _MIN_PYTHON = (3, 11)
@@ -200,43 +200,13 @@ def show(results: Sequence[MachineCheck], console: Console) -> None:
 
 def main(arguments: DoctorArguments) -> int:
     """Returns 1 if any check failed."""
+    if arguments.device:
+        return doctor_device.main(arguments)
+    if arguments.only or arguments.write:
+        raise ConfigError("--only and --write are for the checks of a device; give --device auto, cpu, cuda or npu.")
     results = examine()
     if arguments.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(check) for check in results], indent=2) + "\n")
     else:
         show(results, Console())
     return int(any(check.status == "fail" for check in results))
-
-
-DEVICES = ("cpu", "cuda", "npu")
-
-
-Proof = Standing | Literal["fake accelerator"]
-_UNTRIED: Standing = "written, not run"
-
-
-def components() -> dict[str, dict[str, Proof]]:
-    """How each component was tested on each device; `fake accelerator`: tests/fake_accelerator, never on hardware."""
-    found: dict[str, dict[str, Proof]] = {}
-    for name, entry in TABLE.items():
-        found[f"attention: {name} ({entry.about})"] = {"cpu": entry.cpu, "cuda": entry.cuda, "npu": entry.npu}
-    for device, library in BACKENDS.items():
-        here: Standing = "tested here" if device == "cpu" else _UNTRIED
-        found[f"exchange: {library}"] = {other: here if other == device else "absent" for other in DEVICES}
-    on_fake: dict[str, Proof] = {"cpu": "tested here", "cuda": "fake accelerator", "npu": "fake accelerator"}
-    on_host: dict[str, Proof] = {"cpu": "tested here", "cuda": "absent", "npu": "absent"}
-    found["retrieval, ranking and DCN models, losses, dense optimizers (torch)"] = on_fake
-    found["models with semantic ids"] = on_fake
-    found["schedules, streams, replica groups, staleness, checkpoints, resume"] = on_fake
-    found["id index, routing, flags (on the host)"] = dict.fromkeys(DEVICES, "tested here")
-    found["embedding rows and row optimizers in host memory"] = on_host
-    found["embedding rows and row optimizers in a device buffer (torch)"] = {**on_fake, "cpu": "absent"}
-    return found
-
-
-def markdown() -> str:
-    """The table of docs/how-to/devices.md."""
-    lines = ["| component | CPU | CUDA | NPU |", "|---|---|---|---|"]
-    for name, standing in components().items():
-        lines.append(f"| {name} | " + " | ".join(standing[device] for device in DEVICES) + " |")
-    return "\n".join(lines) + "\n"

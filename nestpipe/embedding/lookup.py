@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -93,6 +94,14 @@ class Rows:
         if self.lookup.weights is not None:
             vectors = vectors * self.lookup.weights.unsqueeze(1)
         return pool_bags(vectors, self.lookup.offsets, self.lookup.pool)
+
+
+def moved_rows(rows: Mapping[str, Rows], device: torch.device) -> Mapping[str, Rows]:
+    """Rows of the host on a device; those that several lookups share are copied once."""
+    if device.type == "cpu":
+        return rows
+    unique = {id(one.unique): upload(one.unique, device) for one in rows.values()}
+    return {name: replace(one, unique=unique[id(one.unique)]).moved(device) for name, one in rows.items()}
 
 
 class _Round(torch.autograd.Function):

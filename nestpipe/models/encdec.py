@@ -40,6 +40,7 @@ from nestpipe.models.negative_sampling import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
 from nestpipe.ops.device_memory import upload
+from nestpipe.ops.precision import widened
 from nestpipe.rng import Rng, mix64_
 
 
@@ -179,7 +180,7 @@ class EncDec(nn.Module):
 
     def _loss(self, hidden: Tensor, level: int, codes: Tensor, nodes: Tensor) -> Tensor:
         """Cross-entropy [T] of the target code, with label smoothing over the codes of the softmax."""
-        scores = self.heads[level](hidden)
+        scores, hidden = widened(self.heads[level](hidden)), widened(hidden)
         if self.config.softmax == "legal":
             before = nodes[:, level - 1] if level else torch.zeros(len(codes), dtype=torch.int64)
             children, flat = self.ids.children(level, before)

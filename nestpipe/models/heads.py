@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from nestpipe.data.schema import Label
 from nestpipe.jagged import Jagged
+from nestpipe.ops.precision import widened
 
 
 class LabelHeads(nn.Module):
@@ -47,7 +48,7 @@ class LabelHeads(nn.Module):
 
     def loss(self, scores: Tensor, given: Mapping[str, Jagged]) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum over all labels, and the sum of each label."""
-        sums = {}
+        scores, sums = widened(scores), {}
         for column, label in enumerate(self.labels):
             values = given[label.name].values.to(scores.dtype)
             weights = _weights(label, given).to(scores.dtype)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.config import EncDecConfig
+from nestpipe.ops.precision import widened
 from nestpipe.rng import Rng, lanes16
 
 FIELDS = ("scenario", "trigger", "reasoning")
@@ -39,7 +40,7 @@ class InstructionEncoder(nn.Module):
         if self.reasoning is not None and "reasoning" in given:
             rows = given["reasoning"]
             known = self.reasoning(rows.values.to(self.reasoning.weight.dtype))
-            reasoning = reasoning.index_copy(0, rows.row_of_value(), known)
+            reasoning = reasoning.index_copy(0, rows.row_of_value(), widened(known))
         hidden = F.relu(self.up(torch.cat([scenarios, trigger, reasoning], 1)))
         token: Tensor = self.down(hidden)
         return token

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged
+from nestpipe.ops.device_memory import download_all, upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,14 @@ class KVPrefix:
                 f"the KV prefix has {len(self.keys[0])} keys for {self.key.length} events. It cannot be shortened, because "
                 "each row depends on the rows before it; prefill it again from the shorter history."
             )
+
+    def moved(self, device: torch.device) -> KVPrefix:
+        """The prefix with keys and values on a device; itself if they are there. Times stay on the host."""
+        if not self.keys or self.keys[0].device.type == device.type:
+            return self
+        rows = [*self.keys, *self.values]
+        there = download_all(rows) if device.type == "cpu" else [upload(one, device) for one in rows]
+        return dataclasses.replace(self, keys=tuple(there[: len(self.keys)]), values=tuple(there[len(self.keys) :]))
 
     @property
     def num_bytes(self) -> int:

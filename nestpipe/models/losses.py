@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from nestpipe.embedding.unique_ids import dedupe
 from nestpipe.ops.device_memory import upload
+from nestpipe.ops.precision import full_precision, widened
 
 _MIN_VARIANCE = 1e-4
 
@@ -57,6 +58,7 @@ def query_to_item(
     queries and targets [T, D] are unit vectors. Var is the biased variance summed over D, at least 1e-4. Tokens with equal
     numbers in `same` [T] have the same instruction; such pairs are not in the last term. Offsets [N + 1] as above.
     """
+    queries, targets = widened(queries), widened(targets)
     total = queries.new_zeros(())
     for first, last in pairwise(offsets.tolist()):
         if first == last:
@@ -67,7 +69,9 @@ def query_to_item(
             variance = (vectors - vectors.mean(0)).square().mean(0).sum()
             loss = loss - variance_weight * variance.clamp(min=_MIN_VARIANCE).log()
         other = (key.unsqueeze(1) != key).to(q.dtype)
-        loss = loss + orthogonality_weight * ((q @ q.T).square() * other).sum() / other.sum().clamp(min=1)
+        with full_precision(q.device):
+            products = q @ q.T
+        loss = loss + orthogonality_weight * (products.square() * other).sum() / other.sum().clamp(min=1)
         total = total + weights[first:last].sum() * loss
     return total
 

@@ -18,14 +18,15 @@ A model whose prefix rows depend on the request (positions counted from the end,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.lookup import Lookup, Rows
+from nestpipe.embedding.lookup import Lookup, Rows, moved_rows
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.backbone import TokenDropout
@@ -34,6 +35,7 @@ from nestpipe.models.native_hit import NativeHit, native_hit
 from nestpipe.models.ranking import Ranking
 from nestpipe.models.row_order import RowOrder
 from nestpipe.ops.attention import Layout, attention_layout
+from nestpipe.ops.device_memory import download, upload
 
 RowSource = Callable[[Mapping[str, Lookup]], Mapping[str, Rows]]
 
@@ -65,10 +67,17 @@ class _RunOutput:
 
 
 class Ranker:
-    """A ranking model for inference. `rows` reads embedding rows; `weights` and `schema` identify what it was loaded from."""
+    """A ranking model for inference. `rows` reads embedding rows; `weights` and `schema` identify what it was loaded from.
 
-    def __init__(self, model: Ranking, rows: RowSource, *, weights: str, schema: str = ""):
-        self.model, self._rows = model, rows
+    On a `device` it computes with a copy of the model, and keys and values of prefixes are there. Histories, candidates,
+    times and scores are on the host.
+    """
+
+    def __init__(
+        self, model: Ranking, rows: RowSource, *, weights: str, schema: str = "", device: torch.device | None = None
+    ):
+        self.model, self._rows, self.device = model, rows, device or torch.device("cpu")
+        self._own = model if self.device.type == "cpu" else copy.deepcopy(model).to(self.device)
         self._weights = weights
         self._schema = digest_of((model.declared, schema))
         self._model_digest = digest_of((type(model).__qualname__, model.config, model.max_len))
@@ -100,7 +109,8 @@ class Ranker:
             )
         for row, prefix in enumerate(prefixes):
             self._check_follows(prefix, new, row)
-        return self._prefixes(self._run(new, prefixes, None), new, prefixes)
+        here = [one.moved(self.device) for one in prefixes]  # they may be of the host tier
+        return self._prefixes(self._run(new, here, None), new, here)
 
     def begins(self, kept: KVPrefix, prefix: Batch) -> bool:
         """Whether a cached prefix is the beginning of a user's longer prefix, so that `extend` may be used."""
@@ -147,7 +157,7 @@ class Ranker:
 
     @cached_property
     def _native(self) -> NativeHit | None:
-        return native_hit(self.model)
+        return native_hit(self._own)
 
     def full(self, history: Batch, candidates: CandidateBatch) -> Tensor:
         """Scores [C, labels] from the whole history, without a cache."""
@@ -162,7 +172,7 @@ class Ranker:
         """
         ran, cuts = self._run(history, [], candidates), history.items.offsets.tolist()
         with torch.no_grad():
-            scores = self.model.score(ran.states)
+            scores = download(self._own.score(ran.states))
 
         def prefix(user: int) -> KVPrefix:
             (key,), (digest,) = suffixes[user].follows, suffixes[user].digests
@@ -180,12 +190,12 @@ class Ranker:
 
     def _scores(self, batch: Batch, before: Sequence[KVPrefix], candidates: CandidateBatch) -> Tensor:
         with torch.no_grad():
-            return self.model.score(self._run(batch, before, candidates).states)
+            return download(self._own.score(self._run(batch, before, candidates).states))
 
     @torch.no_grad()
     def _run(self, batch: Batch, before: Sequence[KVPrefix], candidates: CandidateBatch | None) -> _RunOutput:
         """Runs all blocks on events, and on candidates if there are any, after the cached rows."""
-        model, items, drop = self.model, batch.items, TokenDropout(0.0, batch, None)
+        model, items, drop = self._own, batch.items, TokenDropout(0.0, batch, None)
         targets = candidates or CandidateBatch(Jagged(items.values[:0], torch.zeros_like(items.offsets), 0))
         num_cached = (
             torch.tensor([one.key.length for one in before], dtype=torch.int64) if before else 0 * items.lengths()
@@ -228,12 +238,17 @@ class Ranker:
             )
         user = batch.items.row_of_value()
         event = batch.items.positions() + num_cached.index_select(0, user)
-        events = model.events(rows, batch, model.place_of(event, total.index_select(0, user)))
+        own, here, place = self._own, partial(upload, device=self.device), model.place_of
+        rows, there = moved_rows(rows, self.device), batch if self.device.type == "cpu" else batch.moved(here)
+        events = own.events(rows, there, here(place(event, total.index_select(0, user))))
         if not is_request:
             return events, events[:0]
         user = targets.items.row_of_value()
         last = total.index_select(0, user)
-        states = model.candidates(rows, targets.features, batch.sample_features, model.place_of(last, last), user)
+        features = targets.features
+        if self.device.type != "cpu":
+            features = {name: one.moved(here) for name, one in features.items()}
+        states = own.candidates(rows, features, there.sample_features, here(place(last, last)), here(user))
         return events, states
 
     def _layout(
@@ -260,7 +275,7 @@ class Ranker:
             query_times=query_times,
             num_targets=order.num_candidates,
             num_buckets=self.model.config.num_time_buckets,
-        )
+        ).moved(self.device)
 
     def _prefixes(self, ran: _RunOutput, batch: Batch, before: Sequence[KVPrefix]) -> list[KVPrefix]:
         """One prefix per user: the cached rows, then the rows of the batch."""

@@ -20,6 +20,7 @@ from nestpipe.models.losses import full_softmax, in_batch_softmax
 from nestpipe.models.negative_sampling import blocks_of, draw_negatives, group_runs
 from nestpipe.ops.device_memory import upload
 from nestpipe.ops.negatives import sampled_softmax
+from nestpipe.ops.precision import full_precision, widened
 from nestpipe.registry import entry_of
 from nestpipe.rng import Rng
 
@@ -74,6 +75,10 @@ class Retrieval(nn.Module):
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
         hidden = self._hidden(rows, batch, rng)
+        with full_precision(hidden.device):
+            return Output(self._loss_sum(widened(hidden), rows, batch, rng))
+
+    def _loss_sum(self, hidden: Tensor, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Tensor:
         queries = self._unit(hidden) / self.loss.temperature
         items = self._unit(rows["targets"].unique)
         targets, segment = rows["targets"], self.loss.segment
@@ -99,7 +104,7 @@ class Retrieval(nn.Module):
                 positive_rows=items,
                 blocks=blocks_of(self.loss, batch, rng),
             )
-        return Output(loss)
+        return loss
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
         return self._history_lookups(batch)

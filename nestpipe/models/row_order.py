@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.jagged import Jagged, offsets_of, ranges
+from nestpipe.ops.device_memory import upload
 
 
 class RowOrder:
@@ -25,19 +26,20 @@ class RowOrder:
 
     def queries(self, events: Tensor, candidates: Tensor) -> Tensor:
         rows = torch.cat([events, candidates])
-        return rows if self._is_single else rows.index_select(0, self._queries)
+        return rows if self._is_single else rows.index_select(0, upload(self._queries, rows.device))
 
     def keys(self, cached: Iterable[Tensor], events: Tensor, candidates: Tensor) -> Tensor:
         rows = torch.cat([*cached, events, candidates])
-        return rows if self._is_single else rows.index_select(0, self._keys)
+        return rows if self._is_single else rows.index_select(0, upload(self._keys, rows.device))
 
     def split(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of events and of candidates, from rows in query order."""
         if self._is_single:
             return queries[: self._num_events], queries[self._num_events :]
+        inverse = upload(self._inverse, queries.device)
         return (
-            queries.index_select(0, self._inverse[: self._num_events]),
-            queries.index_select(0, self._inverse[self._num_events :]),
+            queries.index_select(0, inverse[: self._num_events]),
+            queries.index_select(0, inverse[self._num_events :]),
         )
 
     def query_rows(self, values: Tensor | None = None) -> Jagged:

@@ -32,7 +32,7 @@ native backend a row's result is bitwise independent of the cached prefix and of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from nestpipe.ops import attention_reference, backends
 from nestpipe.ops.backends import BackendRequest
 from nestpipe.ops.kernel_args import KernelInputs, Kind, Layout, Mode
 from nestpipe.ops.limits import MAX_BUCKETS
+from nestpipe.ops.precision import full_precision, is_mixed, widened
 
 __all__ = ("Bias", "Layout", "attention_layout", "jagged_attention", "plan_of")
 
@@ -145,14 +146,19 @@ def jagged_attention(
     if bias.decay is not None and layout.times is not None and not layout.decay:
         raise ValueError("a decay bias needs a layout made with decay=True.")
     if backend is None:
-        backend = backends.choose(BackendRequest(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None))
+        request = BackendRequest(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None)
+        if is_mixed(q.device) and not backends.accumulates_in_fp32(request):
+            q, k, v = widened(q), widened(k), widened(v)
+            request = replace(request, dtype=q.dtype)
+        backend = backends.choose(request)
     tensors = (q, k, v, layout.query_offsets, layout.key_offsets, layout.num_targets, *(layout.times or (None, None)))
     tensors += (bias.position, bias.time, bias.decay)
     numbers = (kind, bias.mode, float(scale), float(norm))
-    if backend == "reference":
-        out = attention_reference.attend(_inputs((*tensors, [], *numbers)))
-    else:
-        out, _ = _forward(*tensors, plan_of(layout, backend), *numbers, backend)
+    with full_precision(q.device):
+        if backend == "reference":
+            out = attention_reference.attend(_inputs((*tensors, [], *numbers)))
+        else:
+            out, _ = _forward(*tensors, plan_of(layout, backend), *numbers, backend)
     result: Tensor = out.squeeze(1) if bias.mode == "add" else out
     return result
 

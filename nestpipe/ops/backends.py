@@ -99,6 +99,11 @@ def decide(request: BackendRequest) -> tuple[str, str]:
     return "blocks", f"{native}; 'nestpipe doctor' explains. Expect about 4x slower"
 
 
+def accumulates_in_fp32(request: BackendRequest) -> bool:
+    """Whether the backend of a call with 16-bit inputs sums in fp32; others get fp32 inputs in mixed precision."""
+    return decide(request)[0] == "triton"
+
+
 def _triton_problem(request: BackendRequest) -> str | None:
     if request.device != "cuda":
         return f"nestpipe has no kernel for {request.device}"

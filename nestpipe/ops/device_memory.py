@@ -7,8 +7,12 @@ uploads and downloads return at once.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
+
+_LOCK, _counts = Lock(), {"downloads": 0}
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -44,6 +48,8 @@ class Download:
 def download_all(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of device tensors on the host, with one wait for all of them."""
     copies = _started_copies(tensors)
+    with _LOCK:
+        _counts["downloads"] += 1
     torch.accelerator.current_stream().record_event().synchronize()
     return copies
 
@@ -55,6 +61,11 @@ def _started_copies(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
+def num_downloads() -> int:
+    """How often a thread of this process has waited for a download so far."""
+    return _counts["downloads"]
+
+
 def used_here(*tensors: Tensor) -> None:
     """Declares that the current stream uses tensors of other streams: freed memory is not reused before it is done.
 
@@ -63,6 +74,12 @@ def used_here(*tensors: Tensor) -> None:
     for one in tensors:
         if one.device.type != "cpu" and one.numel():
             one.record_stream(torch.accelerator.current_stream())
+
+
+def wait_here(*tensors: Tensor) -> None:
+    """Waits until the current stream has done what was launched on it, if any of these tensors is on a device."""
+    if any(one.device.type != "cpu" for one in tensors):
+        torch.accelerator.current_stream().record_event().synchronize()
 
 
 def address(tensor: Tensor) -> int:

@@ -5,11 +5,13 @@ Shapes: B sequences, Q queries and K keys in total, H heads, D width of queries 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from nestpipe.ops.device_memory import upload
 
 Kind = Literal["silu", "softmax"]
 Mode = Literal["add", "channel"]
@@ -30,6 +32,20 @@ class Layout:
     host: Layout | None = None  # of a layout on a device: the same on the host, where plans are made
     plans: dict[str, list[Tensor]] = field(default_factory=dict)
     """Backend -> what it derives from the fields above; filled on first use."""
+
+    def moved(self, device: torch.device) -> Layout:
+        """The layout on a device, which remembers the one on the host."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            query_offsets=upload(self.query_offsets, device),
+            key_offsets=upload(self.key_offsets, device),
+            num_targets=upload(self.num_targets, device),
+            times=None if self.times is None else (upload(self.times[0], device), upload(self.times[1], device)),
+            host=self,
+            plans={},
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

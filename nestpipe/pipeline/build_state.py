@@ -33,9 +33,11 @@ def build_state(
     channels: Channels | None = None,
     skip_nonfinite: bool = False,
     dtype: torch.dtype = torch.float32,
+    precision: torch.dtype = torch.float32,
 ) -> TrainState:
     """The state before the first step, on the rank of `channels` [default: a single process]. Raises ConfigError.
 
+    `dtype` is that of weights and rows, `precision` that of matrix products (torch.bfloat16: mixed precision).
     `nestpipe.train_batches` trains it. `nestpipe.train` adds a run folder, checkpoints and evaluation.
     """
     embedding, pipeline = embedding or EmbeddingConfig(), (pipeline or PipelineConfig()).on_one_rank()
@@ -68,6 +70,7 @@ def build_state(
         seed=seed,
         micro_batching=pipeline.micro_batching,
         skip_nonfinite=skip_nonfinite,
+        precision=precision,
     )
 
 

@@ -3,14 +3,12 @@
     read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─ merge ─┬─ flag ─┬─ dense sum ─ norm ─ dense step
                                    └──────────── for each micro-batch ──────────┘        └─ update ─ write
 
-`sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for
-which, and a runner (runner.py) runs them on streams. A stage does not know where it runs or what
-runs concurrently.
+`sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for which, and a runner
+(runner.py) runs them on streams. A stage does not know where it runs or what runs concurrently.
 
 - `merge` is for replica groups (embedding/replica_groups.py) and does nothing without them.
-- With chunks, `rows` of the first micro-batch, `grads`, `collect` and `merge` of the last one, and
-  `update` handle the first chunk, and `chunk …` the others. `arrive` waits for the rows of the first
-  micro-batch, if a chunk holds the rows that neighbouring batches share.
+- With chunks, `rows` of the first micro-batch, `grads`, `collect` and `merge` of the last one, and `update` handle the first
+  chunk, and `chunk …` the others. `arrive` waits for the rows of the first micro-batch, if a chunk holds shared rows.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.models.contract import Model, Output, Selecting
 from nestpipe.ops.device_memory import download, upload
+from nestpipe.ops.precision import check_sum, mixed_precision
 from nestpipe.pipeline.config import MicroBatchConfig
 from nestpipe.pipeline.dense_params import DenseBucket, DenseParams
 from nestpipe.pipeline.micro_batch import cut_batch
@@ -73,6 +72,7 @@ class TrainState:
     flags: Channel | None = None  # for flags and logs, if the channel of all ranks for rows is on a device
     micro_batching: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     skip_nonfinite: bool = False  # skip a batch with a non-finite value instead of raising
+    precision: torch.dtype = torch.float32  # of matrix products; weights, rows and sums are fp32
     num_steps: int = 0  # steps done
 
     @property
@@ -151,9 +151,7 @@ def check_coupling(state: TrainState, batch: Batch) -> None:
             "inside groups (coupling 'group', --data.group-size)."
         )
     if coupling == "group" and batch.groups is None:
-        raise ConfigError(
-            f"the loss of {name} mixes the samples of a group, but samples have none; set --data.group-size."
-        )
+        raise ConfigError(f"the loss of {name} mixes samples of a group, but samples have none; set --data.group-size.")
 
 
 def keys(state: TrainState, work: BatchWork) -> None:
@@ -197,7 +195,9 @@ def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     batch, rows_of = work.micro_batches[micro_batch], work.plan.rows(micro_batch, local_rows)
     if (device := state.device).type != "cpu":
         batch, rows_of = batch.moved(partial(upload, device=device)), {k: v.moved(device) for k, v in rows_of.items()}
-    output = cast(nn.Module, state.model)(rows_of, batch, work.rng)
+    with mixed_precision(device, state.precision):
+        output = cast(nn.Module, state.model)(rows_of, batch, work.rng)
+    check_sum(output.loss_sum, type(state.model).__name__)
     is_last = micro_batch == work.plan.num_micro_batches - 1
     with state.dense.last_backward(work.mark_bucket) if is_last and work.mark_bucket else nullcontext():
         (output.loss_sum / (work.window.weight or 1.0)).backward()

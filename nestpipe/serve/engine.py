@@ -24,15 +24,9 @@ from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.nearline_prefill import NearlinePrefill
-from nestpipe.serve.prefill import (
-    HistoryInputs,
-    PrefillQueue,
-    PrefillTask,
-    ServedModel,
-    copy_prefix,
-    length_of,
-)
+from nestpipe.serve.prefill import HistoryInputs, PrefillQueue, PrefillTask, ServedModel, length_of
 from nestpipe.serve.prefill_policy import ADMITTED, Floats, InstanceLoad, Kind, TokenBucket, decide
+from nestpipe.serve.prefix_moves import prefix_moves
 from nestpipe.serve.prefix_store import ReadPrefix, StoredMatch
 from nestpipe.serve.prefix_tiers import PrefixTiers
 from nestpipe.serve.requests import (
@@ -75,12 +69,14 @@ class Engine(VersionedWorker[ServedModel]):
         """`stored` is the disk tier, if there is one."""
         super().__init__("engine", served, histories, config=config, clock=clock)
         self.trigger, self._known = trigger, set[str]()
+        moves = prefix_moves(served.ranker.device)
         self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
             device_ttl_s=config.device_ttl_s,
             host_ttl_s=config.host_ttl_s,
-            copy=copy_prefix,
+            copy=moves.demoted,
+            promoted=moves.promoted,
             clock=clock,
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', value)
@@ -91,7 +87,7 @@ class Engine(VersionedWorker[ServedModel]):
         self._inbox: deque[RankingRequest | PrefillHint] = deque()
         self._requests: list[RankingRequest] = []  # a heap by deadline
         self._prefills = PrefillQueue(self.cache, chunk=config.chunk)
-        self.tiers = PrefixTiers(self.cache, self._prefills, stored)
+        self.tiers = PrefixTiers(self.cache, self._prefills, stored, moves)
         self.nearline: NearlinePrefill | None = None
         if stored is not None:
             rate = trigger.nearline_ms_per_s

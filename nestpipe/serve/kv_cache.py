@@ -103,13 +103,14 @@ class KVCache(Generic[Value]):
         device_bytes: int,
         host_bytes: int,
         copy: Callable[[Value], Value],
+        promoted: Callable[[Value], Value] | None = None,
         clock: Callable[[], float],
         device_ttl_s: float = 10.0,
         host_ttl_s: float = 600.0,
     ):
         self.device, self.host = CacheTier(device_bytes), CacheTier(host_bytes)
         self.num_evicted = self.num_invalidations = 0
-        self._copy, self._clock = copy, clock
+        self._copy, self._promoted, self._clock = copy, promoted or copy, clock
         self._device_ttl_s, self._host_ttl_s = device_ttl_s, host_ttl_s
         self._entries: dict[Hashable, CacheEntry[Value]] = {}
         self._of_user: dict[int, dict[Hashable, CacheEntry[Value]]] = {}
@@ -266,7 +267,7 @@ class KVCache(Generic[Value]):
                 return False
             entry.state, value = EntryState.PROMOTING, entry.host
             self.device.reserved += entry.num_bytes
-        new = self._made(entry, lambda: self._copy(value))
+        new = self._made(entry, lambda: self._promoted(value))
         with self._lock:
             if not self._holds(entry):
                 return False

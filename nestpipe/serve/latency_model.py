@@ -9,10 +9,12 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from nestpipe.ops.device_memory import wait_here
 from nestpipe.serve.generation_model import GenerativeModel, Steering
 from nestpipe.serve.kv_cache import EntryState
-from nestpipe.serve.prefill import ServedModel, copy_prefix
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import Floats, Kind, RankingCosts, terms
+from nestpipe.serve.prefix_moves import prefix_moves
 from nestpipe.serve.prefix_store import PrefixStore
 from nestpipe.serve.user_history import UserHistories
 
@@ -39,7 +41,7 @@ def measure_costs(
     """Measures histories and candidates of several sizes, the fastest of `repeats` each; prefills run chunk by chunk."""
     longest = served.max_len
     catalogue = histories.sequences.catalogue.tolist()
-    samples, copy_ms_per_byte = [], 0.0
+    samples, copy_ms_per_byte, moves = [], 0.0, prefix_moves(served.ranker.device)
     for length in sorted({max(longest // 16, 2), max(longest // 4, 2), max(longest // 2, 2), max(longest, 2)}):
         events = histories.sample(length)
         inputs = served.prepare(events, int(events.times[-1] // 1000) if events.times is not None else 0)
@@ -56,7 +58,9 @@ def measure_costs(
             full_ms = _shortest(lambda: served.scores([inputs], [wanted]), repeats)  # noqa: B023
             hit_ms = _shortest(lambda: served.scores([inputs], [wanted], [kept]), repeats)  # noqa: B023
             samples += [LatencySample("full", length, count, full_ms), LatencySample("hit", length, count, hit_ms)]
-        copy_ms_per_byte = _shortest(lambda: copy_prefix(kept), repeats) / max(kept.num_bytes, 1)  # noqa: B023
+        on_host = moves.demoted(kept)
+        copy_ms = _shortest(lambda: wait_here(*moves.promoted(on_host).keys), repeats)  # noqa: B023
+        copy_ms_per_byte = copy_ms / max(kept.num_bytes, 1)
     return fit(samples, copy_ms_per_byte=copy_ms_per_byte)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences
 from nestpipe.embedding.config import EmbeddingConfig
@@ -22,9 +24,18 @@ from nestpipe.training.run_folder import Run
 
 
 def open_served(
-    run: Run, *, step: int | None = None, label: str = "", folder: Path, memory_bytes: int = 1 << 30
+    run: Run,
+    *,
+    step: int | None = None,
+    label: str = "",
+    folder: Path,
+    memory_bytes: int = 1 << 30,
+    device: torch.device | None = None,
 ) -> ServedModel:
-    """A checkpoint of a run, by default the best validated one, else the latest; its tables are files in `folder`."""
+    """A checkpoint of a run, by default the best validated one, else the latest; its tables are files in `folder`.
+
+    The model and its KV prefixes are on `device` [default: the CPU].
+    """
     if not isinstance(run.config.model, RankingConfig):
         raise ConfigError(
             f"{run.folder} has a model of kind '{type(run.config.model).__name__}', which has no histories with candidates to rank. "
@@ -36,7 +47,8 @@ def open_served(
         raise ConfigError(f"the model of {run.folder} has no label '{label}' to order by; it has {names}.")
     statistics = run.statistics()
     rows = KnownRows(loaded.rows, run.sequences.catalogue)
-    ranker = Ranker(model, rows.read_each, weights=manifest.digest, schema=describe_statistics(statistics))
+    schema = describe_statistics(statistics)
+    ranker = Ranker(model, rows.read_each, weights=manifest.digest, schema=schema, device=device)
     builder = BatchBuilder(
         without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
     )

@@ -50,10 +50,11 @@ def load_version(
     tables: Path,
     chunk: int,
     store: PrefixStore | None = None,
+    device: torch.device | None = None,
 ) -> ServedModel:
     """Loads a checkpoint of another run on the same data, tests and measures it. Raises NestPipeError or OSError."""
     run = open_version(folder, histories)
-    served = open_served(run, step=step, label=label, folder=tables)
+    served = open_served(run, step=step, label=label, folder=tables, device=device)
     check_parity(served, histories, chunk=chunk)
     served.costs = measure_costs(served, histories, chunk=chunk, store=store)
     return served

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from nestpipe.errors import ConfigError
+from nestpipe.ops.named_device import named_device
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.api import Instance
 from nestpipe.serve.generation_api import GenerativeInstance
@@ -72,12 +74,30 @@ def open_instance(run: Run, arguments: ServeArguments, *, name: str) -> OpenedIn
 
 def check_flags(run: Run, arguments: ServeArguments) -> None:
     """Raises ConfigError for flags that are for other kinds of runs."""
-    if kind_of(run) in ("ranker", "pointwise"):
+    kind = kind_of(run)
+    if kind != "ranker" and arguments.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"--device is {arguments.device!r}, but {run.folder} has no histories with candidates to rank, and only such runs "
+            "are served on a device; leave it out."
+        )
+    if kind in ("ranker", "pointwise"):
         return
     if arguments.retrieval is not None:
         raise ConfigError(f"{run.folder} finds items itself, and --retrieval is for runs that rank; leave it out.")
     if arguments.label:
         raise ConfigError(f"{run.folder} has no labels to order by, and --label is for runs that rank; leave it out.")
+
+
+def ranking_device(arguments: ServeArguments) -> torch.device:
+    """Where a ranker is served. Raises ConfigError for a device that is not there or that the device tier does not fit."""
+    device = named_device(arguments.device, flag="--device")
+    if device.type != "cpu":
+        free, total = torch.get_device_module(device).mem_get_info(device)
+        if (wanted := arguments.engine.device_bytes) > free:
+            raise ConfigError(
+                f"--engine.device-bytes is {wanted:,}, but {device} has {free:,} of {total:,} bytes free; give it less."
+            )
+    return device
 
 
 _Opened = tuple[VersionedWorker[Any], Load, Callable[[str], RecommendingInstance]]
@@ -87,6 +107,7 @@ def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
     folder, label = run.folder / "serve", arguments.label
     is_used = arguments.trigger.mode in ("on", "always")
     stored = open_stored(folder, folder=arguments.prefix_store, cap=arguments.prefix_store_bytes if is_used else 0)
+    device = ranking_device(arguments)
     engine = open_engine(
         run,
         engine=arguments.engine,
@@ -95,6 +116,7 @@ def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
         label=label,
         state=arguments.state,
         stored=stored,
+        device=device,
     )
     search, secret = _search(run, arguments), kept_secret(folder / "secret").encode()
 
@@ -107,6 +129,7 @@ def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
             tables=folder,
             chunk=arguments.engine.chunk,
             store=stored.store if stored else None,
+            device=device,
         )
 
     def make(name: str) -> Instance:

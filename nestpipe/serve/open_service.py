@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import retriever_of
@@ -68,10 +69,11 @@ def open_engine(
     label: str = "",
     state: str = "",
     stored: StoredPrefixes | None = None,
+    device: torch.device | None = None,
 ) -> Engine:
     """The engine of a run, not started yet: model, histories, and costs measured on this machine."""
     folder = run.folder / "serve"
-    served = open_served(run, step=step, label=label, folder=folder)
+    served = open_served(run, step=step, label=label, folder=folder, device=device)
     histories = open_histories(run, folder / EVENTS, state)
     served.costs = measure_costs(served, histories, chunk=engine.chunk, store=stored.store if stored else None)
     return Engine(served, histories, config=engine, trigger=trigger, stored=stored)

@@ -19,6 +19,7 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
+from nestpipe.ops.device_memory import wait_here
 from nestpipe.serve.known_items import Ints, KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
@@ -130,6 +131,7 @@ class ServedModel:
         until = last if self.ranker.model.anchored else min(first + chunk, last)
         chunk_events = cut_events(inputs.prefix, torch.tensor([first]), torch.tensor([until]))
         (filled,) = self.ranker.prefill(chunk_events) if kept is None else self.ranker.extend([kept], chunk_events)
+        wait_here(*filled.keys)  # a ranking request must not queue behind chunks that were only launched
         return filled
 
     def fill_all(self, inputs: HistoryInputs, *, chunk: int) -> KVPrefix:
@@ -205,7 +207,7 @@ class PrefillTask:
             _log.warning("a KV prefix is still being read from disk; it is computed instead")
             costs.observe("read", (_SLOW - 1) * costs.read_ms(length))
             return
-        self.prefix = read.prefix
+        self.prefix = read.prefix and read.prefix.moved(self.inputs.served.ranker.device)
         costs.observe("read", read.ms - costs.expected("read", length, 0))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from nestpipe.models.kv_prefix import KVPrefix
 from nestpipe.serve.kv_cache import KVCache
 from nestpipe.serve.prefill import HistoryInputs, PrefillQueue
+from nestpipe.serve.prefix_moves import PrefixMoves
 from nestpipe.serve.prefix_store import StoredMatch
 from nestpipe.serve.requests import RankingPlan
 from nestpipe.serve.stored_prefixes import StoredPrefixes
@@ -22,8 +23,10 @@ _log = logging.getLogger("nestpipe.serve")
 class PrefixTiers:
     """Moves prefixes for requests; `stored` is None without a disk tier."""
 
-    def __init__(self, cache: KVCache[KVPrefix], prefills: PrefillQueue, stored: StoredPrefixes | None):
-        self.cache, self.stored, self._prefills = cache, stored, prefills
+    def __init__(
+        self, cache: KVCache[KVPrefix], prefills: PrefillQueue, stored: StoredPrefixes | None, moves: PrefixMoves
+    ):
+        self.cache, self.stored, self._prefills, self._moves = cache, stored, prefills, moves
         self._is_new = True
 
     def find_stored(self, inputs: HistoryInputs) -> StoredMatch | None:
@@ -87,7 +90,10 @@ class PrefixTiers:
             lease = self.cache.reserve(inputs.key, user=inputs.key.user, num_bytes=inputs.num_bytes)
         try:
             is_whole = begun is not None and begun.key == inputs.key
-            longer = begun if is_whole and begun else inputs.served.fill(inputs, begun, chunk=inputs.key.length)
+            if is_whole and begun:
+                longer = begun.moved(inputs.served.ranker.device)
+            else:
+                longer = inputs.served.fill(inputs, begun, chunk=inputs.key.length)
         except Exception:
             if lease is not None:
                 self.cache.fail(lease)
@@ -122,7 +128,7 @@ class PrefixTiers:
                 take = plan.take_prefix
 
                 def make() -> KVPrefix:
-                    made.append(take())
+                    made.append(self._moves.on_host(take()))
                     return made[0]
 
                 if self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=make, since=since):

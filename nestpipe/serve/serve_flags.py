@@ -46,6 +46,8 @@ class ServeArguments:
     """Folder for them, of this process alone [default: RUN/serve/prefixes/1, or the next number that no process uses]."""
     num_threads: int = 1
     """Threads of the model."""
+    device: str = "auto"
+    """Where a ranker and its KV prefixes are: auto (the accelerator if there is one, else the CPU), cpu, cuda or npu."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     limits: Limits = field(default_factory=Limits)

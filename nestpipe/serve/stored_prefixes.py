@@ -19,6 +19,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from nestpipe.models.kv_prefix import KVPrefix
 from nestpipe.serve.prefill import HistoryInputs, ServedModel
 from nestpipe.serve.prefix_store import PrefixStore, ReadPrefix, StoredEntry, StoredMatch, StoreInUseError
@@ -76,6 +78,7 @@ class StoredPrefixes:
             return False
         if self.is_busy:
             return False
+        prefix = prefix.moved(torch.device("cpu"))
         with self._lock:
             self._pending_bytes += prefix.num_bytes
         self._writes.submit(self._write, inputs, prefix, since)

@@ -58,6 +58,8 @@ class TrainConfig:
     """Threads inside an operation; 0 takes the number of cores. Results are bitwise repeatable for a fixed number."""
     device: str = "auto"
     """Where to train: auto (the accelerator if there is one, else the CPU), cpu, cuda, npu, or another that torch has."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Matrix products of the dense part; bf16 is mixed precision: weights, rows, sums and optimizers stay fp32."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs the extra nestpipe[tensorboard])."""
 

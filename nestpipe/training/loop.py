@@ -45,7 +45,7 @@ from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import BatchWork, TrainState
 from nestpipe.profiling.torch_profiler import profiled
-from nestpipe.training.device import exact_device, resolve_device
+from nestpipe.training.device import check_precision, exact_device, resolve_device
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
@@ -107,6 +107,7 @@ def train_to_end(
     keep_freed_memory()
     config = with_log_sizes(with_absolute_paths(config))
     device = world.device if world else resolve_device(config.train.device)
+    check_precision(config.train.precision, device, config.model)
     with (
         exact_device(device),
         contextlib.closing(world or World.from_environment(device=device, stacks=Path(folder))) as open_world,

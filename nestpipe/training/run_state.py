@@ -23,6 +23,7 @@ from nestpipe.models.encdec import EncDec
 from nestpipe.pipeline.build_state import build_state
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.stages import TrainState
+from nestpipe.training.device import PRECISIONS
 from nestpipe.training.run_folder import Run
 
 
@@ -37,6 +38,7 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
         seed=config.seed,
         channels=channels,
         skip_nonfinite=config.train.skip_nonfinite,
+        precision=PRECISIONS[config.train.precision],
     )
 
 

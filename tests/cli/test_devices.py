@@ -1,26 +1,81 @@
-"""docs/how-to/devices.md shows what the dispatch tables say."""
+"""docs/how-to/devices.md shows what the table of proofs, the records and the dispatch say."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
-from nestpipe.cli.doctor import components, markdown
+from nestpipe.cli.doctor_device import probes
 from nestpipe.ops import backends, native_library
 from nestpipe.ops.backends import TABLE, BackendRequest, decide
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "devices.md"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs" / "_generate" / "devices.py"
 
 
-def test_the_page_shows_the_tables() -> None:
-    assert markdown() in PAGE.read_text(), "docs/how-to/devices.md is stale; paste nestpipe.cli.doctor.markdown() there"
-    assert {standing for row in components().values() for standing in row.values()} == {
-        "tested here",
-        "fake accelerator",
-        "written, not run",
-        "absent",
-    }
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("devices_page", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["devices_page"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_generated(script: ModuleType) -> None:
+    text = script.PAGE.read_text()
+    assert script.page(text) == text, "run 'python docs/_generate/devices.py --write'"
+
+
+def test_a_stale_page_fails_the_check(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = tmp_path / "devices.md"
+    stale.write_text(script.PAGE.read_text().replace("none yet", "all of them", 1))
+    monkeypatch.setattr(script, "PAGE", stale)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["devices.py", "--check"])
+    assert script.main() == 1
+    monkeypatch.setattr(sys, "argv", ["devices.py", "--write"])
+    assert script.main() == 0
+    monkeypatch.setattr(sys, "argv", ["devices.py", "--check"])
+    assert script.main() == 0
+
+
+def test_every_named_test_exists(script: ModuleType) -> None:
+    named = list(script.tests())
+    assert len(named) > 10
+    for one in named:
+        path, _, name = one.partition("::")
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{one} does not exist"
+
+
+def test_every_component_has_a_proof_or_a_reason_and_every_check_a_component(script: ModuleType) -> None:
+    for name, proof in script.COMPONENTS.items():
+        assert bool(proof.fake or proof.interpreter or proof.compiled) != bool(proof.missing), name
+    assert {one.component for one in probes()} <= script.COMPONENTS.keys()
+
+
+def test_a_record_of_hardware_appears_and_others_do_not(script: ModuleType, tmp_path: Path) -> None:
+    checks = [
+        {"name": "a", "component": "streams", "result": "pass", "detail": "", "seconds": 0.1},
+        {"name": "b", "component": "streams", "result": "fail", "detail": "", "seconds": 0.1},
+        {"name": "c", "component": "streams", "result": "absent", "detail": "", "seconds": 0.1},
+    ]
+    for name, kind, complete in (("a", "cuda", True), ("b", "fake", True), ("c", "npu", False)):
+        record = {"date": "2026-12-01 10:00 UTC", "device": {"type": kind, "name": f"GPU {name}"}, "checks": checks}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**record, "complete": complete}))
+    known = script.records(tmp_path)
+    assert script.ran_on("streams", known) == "GPU a: 1 of 2 (2026-12-01)"
+    assert script.ran_on("collectives", known) == "none yet"
 
 
 def test_every_backend_of_the_table_can_be_named() -> None:

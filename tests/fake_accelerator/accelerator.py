@@ -57,6 +57,7 @@ def _register() -> None:
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "mem_get_info": lambda device=None: memory(),
         "empty_cache": lambda: None,
+        "set_sync_debug_mode": lambda mode: _native().fake_warn_of_syncs(mode != "default"),
         "manual_seed_all": lambda seed: None,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],

@@ -62,6 +62,7 @@ class DeviceCase:
     barrier: int = 3  # training stops and continues after so many batches
     max_rows: int = 16
     tier: Literal["memory", "files"] = "memory"
+    precision: torch.dtype = torch.float32
     tight: bool = False  # the device has room for the rows of batches in flight and no other
     held_back: str = ""  # the stream whose thread is late for every event, so that others free memory early
 
@@ -131,6 +132,7 @@ def train_retrieval(world: World, case: DeviceCase, backbone: str, loss: str) ->
         embedding=EmbeddingConfig(device_bytes=case.device_bytes),
         pipeline=PipelineConfig(micro_batches=2),
         channels=Channels.of(world),
+        precision=case.precision,
     )
     return trained(state, case, history_batches(world.rank))
 
@@ -148,6 +150,7 @@ def train_ranking(world: World, case: DeviceCase, kind: str) -> Content:
         embedding=EmbeddingConfig(device_bytes=case.device_bytes),
         pipeline=PipelineConfig(micro_batches=2),
         channels=Channels.of(world),
+        precision=case.precision,
     )
     return trained(state, case, _ranking_batches(world.rank))
 

@@ -126,6 +126,8 @@ LaunchPtr numbered(StreamId stream, std::string what, const Clock* also_after) {
   return own;
 }
 
+std::atomic<bool> warns_of_syncs{false};
+
 void count_sync(const std::string& why) {
   std::lock_guard lock(count_mutex);
   sync_counts[{syscall(SYS_gettid), why}]++;
@@ -268,6 +270,7 @@ void launch_after(StreamId stream, const std::set<StreamId>& others, std::string
 
 void synchronize(StreamId stream, const std::string& why) {
   count_sync(why);
+  if (warns_of_syncs) TORCH_WARN("called a synchronizing operation: ", why);
   Clock clock;
   {
     std::lock_guard order(order_mutex);
@@ -285,6 +288,9 @@ void fake_set_delay(int most_us, uint64_t seed) {
   fake::delay_us = most_us;
   fake::seed = seed;
 }
+
+// Whether an operator for which the host waits warns, as torch's CUDA backend does in its debug mode.
+void fake_warn_of_syncs(int warns) { fake::warns_of_syncs = warns; }
 
 // Names what a stream is doing from now on, for reports.
 void fake_set_label(int64_t stream, const char* text) {

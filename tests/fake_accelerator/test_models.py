@@ -107,3 +107,16 @@ def test_a_device_tensor_in_a_host_function_is_refused() -> None:
     (message,) = run_on_fake(1, _given_to_native_code)
     assert "native code" in message
     assert "[4, 2] on fake" in message
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=name_of)
+def test_mixed_precision_is_bitwise_sequential_and_close_to_that_of_the_cpu(case: tuple[Any, ...]) -> None:
+    train, *arguments = case
+    settings = replace(SEQUENTIAL, precision=torch.bfloat16)
+    sequential = run_on_fake(1, train, settings, *arguments)
+    assert_equal(run_on_fake(1, train, replace(settings, mode="nested"), *arguments, delay_us=50), sequential)
+    (host,) = run_ranks(1, train, settings, *arguments)
+    (exact,) = run_ranks(1, train, SEQUENTIAL, *arguments)
+    # The device rounds where the CPU does, except that torch's lists of operators differ a little.
+    torch.testing.assert_close(sequential[0]["loss"], host["loss"], rtol=2e-3, atol=0)
+    assert not torch.equal(sequential[0]["loss"], exact["loss"])
