@@ -36,13 +36,12 @@ class CompiledReport:
     assembly: str  # PTX, or that of AMD
 
     def inexact_operations(self) -> list[str]:
-        """Operations that round differently from the same ones in C++: fused or approximate. Exact on NVIDIA only.
+        """Operations in PTX that round differently from those of C++: fused, approximate, or without denormals.
 
         AMD builds exact division and roots from fused steps, so there the source decides: `div_rn` and `sqrt_rn`.
         """
-        return sorted(
-            set(re.findall(r"\b(?:fma\.|mad\.f)[\w.]+|\bdiv\.full[\w.]*|\b[\w.]+\.approx[\w.]*", self.assembly))
-        )
+        pattern = r"\b(?:(?:fma|mad)\.[\w.]*f(?:32|64)|div\.full[\w.]*|\w+\.(?:[\w.]*\.)?(?:approx|ftz)[\w.]*)"
+        return sorted(set(re.findall(pattern, self.assembly)))
 
 
 def compile_kernel(
