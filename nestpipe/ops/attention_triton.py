@@ -33,32 +33,37 @@ class LaunchOptions(NamedTuple):
     block: int
     chunk: int
     num_warps: int
-    registers: int  # of a thread, at most: without a limit ptxas spills some bytes to run more blocks at once
+    registers: int | None  # of a thread, at most; None leaves the limit to ptxas
 
     def for_target(self, *, is_nvidia: bool) -> dict[str, Any]:
         """Arguments of a launch; only NVIDIA's compiler takes a limit of registers."""
         options = {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": True}
-        return {**options, "maxnreg": self.registers} if is_nvidia else options
+        return {**options, "maxnreg": self.registers} if is_nvidia and self.registers else options
 
 
-# Without a GPU nothing can be timed. These are the largest blocks, and the fewest warps, of which all modes compile
-# without spills for sm_80, sm_90 and gfx942 (tests/ops/test_attention_compiled.py). Products of float32 are unrolled:
-# they take more registers, so blocks are smaller and threads more.
-_FLOAT32 = {width: LaunchOptions(16, 32, 8, 255) for width in (16, 32, 64)} | {
-    128: LaunchOptions(16, 32, 16, 128),
-    256: LaunchOptions(16, 32, 16, 128),
-}
-_FLOAT32_QUERIES = _FLOAT32 | {width: LaunchOptions(32, 32, 8, 192) for width in (16, 32, 64)}
-_BFLOAT16 = {width: LaunchOptions(32, 256, 4, 255) for width in (16, 32, 64, 128)} | {
-    256: LaunchOptions(32, 64, 8, 255)
-}
+def _widths(narrow: LaunchOptions, at_128: LaunchOptions, at_256: LaunchOptions) -> dict[int, LaunchOptions]:
+    return {16: narrow, 32: narrow, 64: narrow, 128: at_128, 256: at_256}
+
+
+# Nothing can be timed without a GPU. These are the largest blocks, and the fewest warps, that compile without spills for
+# sm_80, sm_90 and gfx942 (tests/ops/test_attention_compiled.py). Products of float32 are unrolled, which takes registers,
+# so their blocks are smaller and their threads more. Without a limit of registers, or with one that is too close, ptxas
+# spills some bytes to run more blocks at once: a limit is here because it was tried.
+_WIDE = LaunchOptions(16, 32, 16, 128)
+_HALF, _HALF_WIDE = LaunchOptions(32, 256, 4, 255), LaunchOptions(32, 64, 8, 255)
 LAUNCH: dict[tuple[str, torch.dtype], dict[int, LaunchOptions]] = {
-    **{(name, torch.float32): {**_FLOAT32} for name in ("bias_channels", "key_grads", "value_grads", "bias_grads")},
-    **{(name, torch.float32): {**_FLOAT32_QUERIES} for name in ("forward", "query_grads")},
-    **{
-        (name, torch.bfloat16): {**_BFLOAT16}
-        for name in ("forward", "bias_channels", "query_grads", "key_grads", "value_grads", "bias_grads")
-    },
+    ("forward", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), _WIDE, _WIDE),
+    ("bias_channels", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
+    ("query_grads", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("key_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("value_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
+    ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("forward", torch.bfloat16): _widths(_HALF, LaunchOptions(32, 256, 8, 255), _HALF_WIDE),
+    ("bias_channels", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("query_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("key_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("value_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("bias_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
 }
 """Kernel and type -> width of a head, padded -> options."""
 BLOCKS = sorted({one.block for table in LAUNCH.values() for one in table.values()})
@@ -163,23 +168,20 @@ class _Call:
         plan = self.tile_plan(block)
         num_buckets = triton.next_power_of_2(self.arguments["num_buckets"] + 1)
         widths = {"position": 2 * block, "time": num_buckets, "decay": 4}
-        applied = [
-            name for name, one in self.tables.items() if one is not None and (name == "position" or inputs.uses_time)
-        ]
         rows = {
-            f"d_{name}": inputs.q.new_zeros(len(plan.bands) * heads, width, dtype=torch.float32)
-            if name in applied
-            else None
+            name: inputs.q.new_zeros(len(plan.bands) * heads, width, dtype=torch.float32)
             for name, width in widths.items()
+            if self.tables[name] is not None and (name == "position" or inputs.uses_time)
         }
-        if applied:
-            self.launch(attention_bias_kernels.bias_grads, "bands", **given, **rows, T=num_buckets)
+        if rows:
+            results = {f"d_{name}": rows.get(name) for name in widths}
+            self.launch(attention_bias_kernels.bias_grads, "bands", **given, **results, T=num_buckets)
         found: list[Tensor | None] = []
         for name, table in (("position", inputs.position), ("time", inputs.time), ("decay", inputs.decay)):
-            if table is None or name not in applied:
+            if table is None or name not in rows:  # a log without times has no gradient of the time bias
                 found.append(None if table is None else torch.zeros_like(table))
                 continue
-            sums = self._sum_groups(rows[f"d_{name}"], plan.band_starts)
+            sums = self._sum_groups(rows[name], plan.band_starts)
             total = _by_distance(sums, len(table)) if name == "position" else sums.sum(0)[: len(table)]
             found.append(total.to(table.dtype))
         return found

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import nestpipe.ops
+from nestpipe.ops import attention_triton, backends
+from nestpipe.rng import Rng
+from tests.models import test_backbones as backbones
 from tests.ops.attention_cases import BIASES, SHAPES, Case, Shape, make
 from tests.ops.test_attention_parity import assert_equal_to_reference
 
@@ -38,7 +42,7 @@ SMALL = Shape((19, 2), prefix=(1, 0), targets=(3, 0), heads=1)
 LARGER = Shape((37, 3, 0, 36), prefix=(5, 0, 0, 20), targets=(9, 0, 0, 1), heads=2, qk=9, v=17)
 WIDE = Shape((18,), heads=1, qk=50, v=33)
 MUTATED = Shape((35,), prefix=(1,), targets=(3,), heads=2)
-launched: set[str] = set()
+launched: list[str] = []
 
 
 def patch_once_per_launch() -> None:
@@ -48,7 +52,7 @@ def patch_once_per_launch() -> None:
 
     def launch(self: Any, *arguments: Any, **named: Any) -> None:
         patched.clear()
-        launched.add(self.fn.__name__)
+        launched.append(self.fn.__name__)
         run(self, *arguments, **named)
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -78,7 +82,7 @@ def multiply_bfloat16() -> None:
 
 def use_blocks(size: int, chunk: int = 256) -> None:
     """Other launch options than those of the table: the same kernels with smaller tiles are tested on shorter sequences."""
-    backend = sys.modules["nestpipe.ops.attention_triton"]  # a mutant replaces it
+    backend = sys.modules[attention_triton.__name__]  # a mutant replaces it
     for table in backend.LAUNCH.values():
         table.update(dict.fromkeys(table, backend.LaunchOptions(size, chunk, 4, 255)))
     backend.BLOCKS[:] = [size]
@@ -114,6 +118,22 @@ def slices_are_read_in_place() -> None:
         assert torch.equal(Case(q, k, v, case.layout, case.bias, case.grad).run("triton", "silu")[0], expected)
 
 
+def a_model_reaches_the_kernels(name: str) -> None:
+    """The gradient of a training loss in float32, with the kernels and without, where `backends.py` chooses them."""
+    grads = []
+    for backend in ("blocks", "triton"):
+        model, num_launched = backbones.build(name, "sampled", torch.float32), len(launched)
+        with mock.patch.object(backends, "decide", lambda request, chosen=backend: (chosen, "a test")):
+            rng, batch = Rng(0, 3), backbones.batch_of([11, 4, 1])
+            rows, leaf = backbones.rows_for(model.lookups(batch, rng), torch.float32)
+            loss = model(rows, batch, rng).loss_sum
+            grads.append(torch.autograd.grad(loss, [leaf, *model.parameters()], allow_unused=True))
+        assert (backend == "triton") == (len(launched) > num_launched)
+    for one, other in zip(*grads, strict=True):
+        if one is not None:
+            assert torch.allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(one.abs().max())))
+
+
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     float32, bfloat16 = torch.float32, torch.bfloat16
     for (kind, mode), bias in itertools.product(MODES, BIASES):
@@ -127,6 +147,8 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in ("empty", "none"):
         yield name, lambda n=name: agrees(case_of(SHAPES[n]), "softmax", float32)
     yield "twice", lambda: twice_the_same("softmax", "add")
+    for name in ("hstu", "fuxi", "fuxi-buckets", "sasrec"):
+        yield name, lambda n=name: a_model_reaches_the_kernels(n)
     yield "slices", slices_are_read_in_place
 
 
@@ -211,7 +233,7 @@ def main(which: str) -> None:
         except Exception as problem:
             error = repr(problem)[-2000:]
         print(json.dumps([name, error]), flush=True)
-    print(json.dumps(["launched", sorted(launched)]))
+    print(json.dumps(["launched", sorted(set(launched))]))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     found = interpreted("modes")
     kernels = ["bias_channels", "bias_grads", "forward", "key_grads", "query_grads", "sum_groups", "value_grads"]
     assert found.pop("launched") == kernels
-    assert len(found) == 39
+    assert len(found) == 43
     assert not [f"{name}: {error}" for name, error in found.items() if error]
 
 
