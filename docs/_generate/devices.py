@@ -40,26 +40,56 @@ _FAKE, _OPS = "tests/fake_accelerator/", "tests/ops/"
 _MODELS, _RUNS, _MUTANTS = f"{_FAKE}test_models.py::", f"{_FAKE}test_runs.py::", f"{_FAKE}test_device_mutants.py::"
 _EVERY_MODEL = f"{_MODELS}test_nested_is_bitwise_sequential_and_close_to_the_cpu"
 _EVERY_SCHEDULE = f"{_FAKE}test_schedules.py::test_every_schedule_is_bitwise_the_sequential_step_on_the_cpu"
+_ATTENTION_RUNS = (f"{_OPS}test_attention_triton.py::test_kernels_equal_the_reference_in_the_interpreter",)
+_ATTENTION_COMPILES = (
+    f"{_OPS}test_attention_compiled.py::test_a_representative_of_each_kernel_is_within_its_budget",
+    f"{_OPS}test_attention_compiled.py::test_all_kernels_modes_and_widths_are_within_their_budgets",
+)
+_INTERPRETED = "tests/embedding/test_triton_rows.py::test_kernels_have_the_bits_of_native_code_in_the_interpreter"
 COMPONENTS: dict[str, Proof] = {
     "streams": Proof(
         "waits, joins and lifetimes: each that is left out is seen",
         fake=(
-            f"{_MUTANTS}test_a_missing_start_wait_or_join_is_seen",
-            f"{_MUTANTS}test_a_missing_edge_is_seen",
+            f"{_MUTANTS}test_a_missing_wait_or_join_is_seen",
+            f"{_MUTANTS}test_a_missing_edge_of_nested_is_seen",
+            f"{_MUTANTS}test_a_missing_edge_of_any_schedule_is_seen",
             f"{_MUTANTS}test_memory_that_is_freed_in_use_is_seen",
         ),
     ),
     "schedules": Proof("all of them, bitwise the sequential step", fake=(_EVERY_SCHEDULE,)),
     "models and losses": Proof("retrieval, ranking, DCN; all losses", fake=(_EVERY_MODEL,)),
-    "semantic-id models": Proof("generative training", missing="on the CPU only"),
+    "semantic-id models": Proof(
+        "generative training and alignment",
+        fake=(
+            f"{_RUNS}test_models_with_semantic_ids_train_and_validate",
+            f"{_RUNS}test_a_run_is_aligned_on_devices",
+        ),
+    ),
     "attention silu": Proof(
         "HSTU and FuXi",
         fake=(_EVERY_MODEL,),
-        interpreter=(f"{_OPS}test_attention_triton.py::test_kernels_equal_the_reference_in_the_interpreter",),
+        interpreter=_ATTENTION_RUNS,
+        compiled=_ATTENTION_COMPILES,
     ),
-    "attention softmax": Proof("SASRec", fake=(_EVERY_MODEL,)),
-    "row kernels": Proof("gather, scatter, sums, optimizers", fake=(_EVERY_SCHEDULE,)),
-    "negatives": Proof("sampled softmax", fake=(_EVERY_MODEL,)),
+    "attention softmax": Proof(
+        "SASRec", fake=(_EVERY_MODEL,), interpreter=_ATTENTION_RUNS, compiled=_ATTENTION_COMPILES
+    ),
+    "row kernels": Proof(
+        "gather, scatter, sums, optimizers: the bits of C++",
+        fake=(_EVERY_SCHEDULE,),
+        interpreter=(_INTERPRETED,),
+        compiled=(f"{_OPS}test_rows_compiled.py::test_kernels_are_within_their_budgets",),
+    ),
+    "negatives": Proof(
+        "sampled softmax, also of rows in host memory",
+        fake=(
+            _EVERY_MODEL,
+            f"{_FAKE}test_negatives_offload.py::test_rows_on_the_host_give_the_loss_of_the_definition",
+            f"{_FAKE}test_negatives_offload.py::test_a_missing_wait_is_seen",
+        ),
+        interpreter=(_INTERPRETED,),
+        compiled=(f"{_OPS}test_negatives_compiled.py::test_kernels_are_within_their_budgets",),
+    ),
     "mixed precision": Proof(
         "`--train.precision bf16`",
         fake=(f"{_MODELS}test_mixed_precision_is_bitwise_sequential_and_close_to_that_of_the_cpu",),

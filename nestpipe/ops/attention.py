@@ -146,7 +146,8 @@ def jagged_attention(
     if bias.decay is not None and layout.times is not None and not layout.decay:
         raise ValueError("a decay bias needs a layout made with decay=True.")
     if backend is None:
-        request = BackendRequest(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None)
+        width = max(q.shape[2], v.shape[2])
+        request = BackendRequest(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None, width)
         if is_mixed(q.device) and not backends.accumulates_in_fp32(request):
             q, k, v = widened(q), widened(k), widened(v)
             request = replace(request, dtype=q.dtype)
@@ -193,8 +194,10 @@ def _inputs(arguments: Sequence[Any]) -> KernelInputs:
 
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = _inputs(arguments[:-1])
-    saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
+    *rest, backend = arguments
+    inputs = _inputs(rest)
+    dtype = torch.float32 if backend == "triton" else inputs.q.dtype
+    saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0, dtype=dtype)
     return torch.empty_like(inputs.new_output()), saved
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from nestpipe.ops import attention_bias_kernels, attention_kernels
 from nestpipe.ops.device_memory import upload
 from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout, bucket_boundaries
-from nestpipe.ops.limits import MAX_KERNEL_WIDTH
+from nestpipe.ops.limits import MAX_KERNEL_LENGTH, MAX_KERNEL_STRIDE, MAX_KERNEL_WIDTH
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _SUMMED_ROWS = 16  # that a program of sum_groups loads at once
@@ -33,15 +33,39 @@ class LaunchOptions(NamedTuple):
     block: int
     chunk: int
     num_warps: int
-    num_stages: int
+    registers: int | None  # of a thread, at most; None leaves the limit to ptxas
+
+    def for_target(self, *, is_nvidia: bool) -> dict[str, Any]:
+        """Arguments of a launch; only NVIDIA's compiler takes a limit of registers."""
+        options = {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": True}
+        return {**options, "maxnreg": self.registers} if is_nvidia and self.registers else options
 
 
-_EXACT = {width: LaunchOptions(16, min(width, 32), 4, 1) for width in (16, 32, 64, 128, 256)}
-LAUNCH = {
-    (kernel, dtype): _EXACT
-    for kernel in ("forward", "bias_channels", "query_grads", "key_grads", "value_grads", "bias_grads")
-    for dtype in _DTYPES
+def _widths(narrow: LaunchOptions, at_128: LaunchOptions, at_256: LaunchOptions) -> dict[int, LaunchOptions]:
+    return {16: narrow, 32: narrow, 64: narrow, 128: at_128, 256: at_256}
+
+
+# Nothing can be timed without a GPU. These are the largest blocks, and the fewest warps, that compile without spills for
+# sm_80, sm_90 and gfx942 (tests/ops/test_attention_compiled.py). Products of float32 are unrolled, which takes registers,
+# so their blocks are smaller and their threads more. Without a limit of registers, or with one that is too close, ptxas
+# spills some bytes to run more blocks at once: a limit is here because it was tried.
+_WIDE = LaunchOptions(16, 32, 16, 128)
+_HALF, _HALF_WIDE = LaunchOptions(32, 256, 4, 255), LaunchOptions(32, 64, 8, 255)
+LAUNCH: dict[tuple[str, torch.dtype], dict[int, LaunchOptions]] = {
+    ("forward", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), _WIDE, _WIDE),
+    ("bias_channels", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
+    ("query_grads", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("key_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("value_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
+    ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("forward", torch.bfloat16): _widths(_HALF, LaunchOptions(32, 256, 8, 255), _HALF_WIDE),
+    ("bias_channels", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("query_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("key_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("value_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("bias_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
 }
+"""Kernel and type -> width of a head, padded -> options."""
 BLOCKS = sorted({one.block for table in LAUNCH.values() for one in table.values()})
 
 
@@ -57,6 +81,11 @@ class _TilePlan(NamedTuple):
 def plan(layout: Layout) -> list[Tensor]:
     """The boundaries of time buckets, then a `_TilePlan` for each block size."""
     device, layout = layout.key_offsets.device, layout.host or layout
+    longest = int(layout.key_offsets.diff().max()) if len(layout.num_targets) else 0
+    if longest > MAX_KERNEL_LENGTH:
+        raise ValueError(
+            f"attention backend triton: a sequence has {longest:,} keys; supported are {MAX_KERNEL_LENGTH:,}."
+        )
     tensors = [one for block in BLOCKS for one in _tile_plan(layout, block)]
     packed = upload(torch.cat([one.flatten() for one in tensors]).to(torch.int32), device)
     parts = packed.split([one.numel() for one in tensors])
@@ -123,15 +152,13 @@ class _Call:
         """Starts a kernel with a program for each of the plan's `queries`, `keys` or `bands`, and each head."""
         options = self.options(kernel.__name__)
         programs = getattr(self.tile_plan(options.block), per)
-        if not len(programs) or not self.arguments["heads"]:
+        if not len(programs):
             return
         chunk = min(options.chunk, self.arguments["D"], self.arguments["V"])
         arguments = {**self.arguments, **given, "blocks": programs, "B": options.block, "CHUNK": chunk}
         kernel[(len(programs), self.arguments["heads"])](
             **{name: arguments[name] for name in kernel.arg_names},
-            num_warps=options.num_warps,
-            num_stages=options.num_stages,
-            enable_fp_fusion=True,
+            **options.for_target(is_nvidia=torch.version.hip is None),
         )
 
     def bias_grads(self, **given: Any) -> list[Tensor | None]:
@@ -141,23 +168,20 @@ class _Call:
         plan = self.tile_plan(block)
         num_buckets = triton.next_power_of_2(self.arguments["num_buckets"] + 1)
         widths = {"position": 2 * block, "time": num_buckets, "decay": 4}
-        applied = [
-            name for name, one in self.tables.items() if one is not None and (name == "position" or inputs.uses_time)
-        ]
         rows = {
-            f"d_{name}": inputs.q.new_zeros(len(plan.bands) * heads, width, dtype=torch.float32)
-            if name in applied
-            else None
+            name: inputs.q.new_zeros(len(plan.bands) * heads, width, dtype=torch.float32)
             for name, width in widths.items()
+            if self.tables[name] is not None and (name == "position" or inputs.uses_time)
         }
-        if applied:
-            self.launch(attention_bias_kernels.bias_grads, "bands", **given, **rows, T=num_buckets)
+        if rows:
+            results = {f"d_{name}": rows.get(name) for name in widths}
+            self.launch(attention_bias_kernels.bias_grads, "bands", **given, **results, T=num_buckets)
         found: list[Tensor | None] = []
         for name, table in (("position", inputs.position), ("time", inputs.time), ("decay", inputs.decay)):
-            if table is None or name not in applied:
+            if table is None or name not in rows:  # a log without times has no gradient of the time bias
                 found.append(None if table is None else torch.zeros_like(table))
                 continue
-            sums = self._sum_groups(rows[f"d_{name}"], plan.band_starts)
+            sums = self._sum_groups(rows[name], plan.band_starts)
             total = _by_distance(sums, len(table)) if name == "position" else sums.sum(0)[: len(table)]
             found.append(total.to(table.dtype))
         return found
@@ -191,7 +215,7 @@ def _by_distance(sums: Tensor, num_position: int) -> Tensor:
 
 def _with_plain_rows(tensor: Tensor) -> Tensor:
     """Heads of a row must lie back to back; rows may have anything between them."""
-    plain = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    plain = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] and tensor.stride(0) <= MAX_KERNEL_STRIDE
     return tensor if plain else tensor.contiguous()
 
 
@@ -203,6 +227,8 @@ def _problem(inputs: KernelInputs) -> str | None:
     width = max(inputs.q.shape[2], inputs.v.shape[2])
     if width > MAX_KERNEL_WIDTH:
         return f"a head has {width} values; supported are {MAX_KERNEL_WIDTH}"
+    if (row := inputs.num_channels * inputs.q.shape[1] * width) > MAX_KERNEL_STRIDE:
+        return f"a row has {row:,} values; supported are {MAX_KERNEL_STRIDE:,}"
     return None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout
+from nestpipe.ops.limits import MAX_KERNEL_WIDTH
 from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
@@ -56,7 +57,12 @@ TABLE: dict[str, BackendEntry] = {
         "plain PyTorch, groups of similar length", "tested here", "written, not run", "written, not run"
     ),
     "native": BackendEntry("C++, fp32; bitwise independent of batch and threads", "tested here", "absent", "absent"),
-    "triton": BackendEntry("fused kernels: silu, add mode, tables", "tested here", "written, not run", "absent"),
+    "triton": BackendEntry(
+        "fused kernels, fp32 and bf16; no atomics, so equal calls give equal bits",
+        "tested here",
+        "written, not run",
+        "absent",
+    ),
 }
 """Fastest last, per device. On the CPU, triton is its interpreter, which only tests use."""
 
@@ -70,6 +76,7 @@ class BackendRequest:
     kind: str
     mode: str
     decay: bool
+    width: int = 1  # of a head's queries or values, the larger
 
 
 def module(name: str) -> Backend:
@@ -109,8 +116,10 @@ def _triton_problem(request: BackendRequest) -> str | None:
         return f"nestpipe has no kernel for {request.device}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if (request.kind, request.mode, request.decay, request.dtype) != ("silu", "add", False, torch.float32):
-        return "the triton kernel supports only silu with added tables in float32"
+    if request.dtype not in (torch.float32, torch.bfloat16):
+        return f"the triton kernels take float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
+    if request.width > MAX_KERNEL_WIDTH:
+        return f"the triton kernels take heads of at most {MAX_KERNEL_WIDTH} values, not {request.width}"
     return None
 
 

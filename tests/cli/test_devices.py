@@ -97,6 +97,12 @@ def test_decisions_and_their_reasons(monkeypatch) -> None:
         assert decide(npu) == ("blocks", "nestpipe has no kernel for npu")
         monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
         assert decide(BackendRequest("cuda", torch.float32, "silu", "add", decay=False)) == ("triton", "a GPU")
-        assert decide(BackendRequest("cuda", torch.float32, "softmax", "add", decay=False))[0] == "blocks"
+        assert (
+            decide(BackendRequest("cuda", torch.bfloat16, "softmax", "channel", decay=True, width=256))[0] == "triton"
+        )
+        half = BackendRequest("cuda", torch.float16, "softmax", "add", decay=False)
+        assert decide(half) == ("blocks", "the triton kernels take float32 and bfloat16, not float16")
+        wide = BackendRequest("cuda", torch.float32, "silu", "add", decay=False, width=257)
+        assert decide(wide) == ("blocks", "the triton kernels take heads of at most 256 values, not 257")
     finally:
         decide.cache_clear()

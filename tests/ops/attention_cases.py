@@ -72,7 +72,15 @@ def jagged(lengths: tuple[int, ...]) -> Jagged:
     return Jagged(torch.arange(int(offsets[-1])), offsets, max(lengths, default=0))
 
 
-def make(shape: Shape, bias: str = "position+time", mode: str = "add", *, times: bool = True, seed: int = 0) -> Case:
+def make(
+    shape: Shape,
+    bias: str = "position+time",
+    mode: str = "add",
+    *,
+    times: bool = True,
+    seed: int = 0,
+    num_positions: int = 100,
+) -> Case:
     """A case in fp64; the position table is shorter than the longest sequence, so that its end is read too."""
     generator = torch.Generator().manual_seed(seed)
     keys = jagged(shape.keys)
@@ -83,7 +91,7 @@ def make(shape: Shape, bias: str = "position+time", mode: str = "add", *, times:
     key_times = torch.randint(0, 10**6, (num_keys,), generator=generator)
     query_times = torch.randint(0, 10**9, (num_queries,), generator=generator)
     tables = {
-        "position": (0.5 * rand(100)).requires_grad_(),
+        "position": (0.5 * rand(num_positions)).requires_grad_(),
         "time": (0.5 * rand(NUM_BUCKETS + 1)).requires_grad_(),
         "decay": torch.tensor([0.8, 0.02, 0.3], dtype=torch.float64).requires_grad_(),
     }
