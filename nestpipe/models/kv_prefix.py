@@ -107,13 +107,18 @@ def digest_of(content: object) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
-def same_inputs(a: Batch, b: Batch) -> bool:
-    """Whether the events of the same users have the same digests; a comparison costs a tenth of a digest."""
+def same_events(a: Batch, b: Batch) -> bool:
+    """Whether two requests of one user have the same events, whatever their own times: a tenth of the cost of a digest."""
     if not torch.equal(a.sample_ids, b.sample_ids) or a.event_features.keys() != b.event_features.keys():
         return False
-    pairs = [(a.items, b.items), (a.times, b.times), (a.query_times, b.query_times)]
+    pairs = [(a.items, b.items), (a.times, b.times)]
     pairs += [(one, b.event_features[name]) for name, one in a.event_features.items()]
-    return all(_is_same(*pair) for pair in pairs)
+    return torch.equal(_past_query_times(a), _past_query_times(b)) and all(_is_same(*pair) for pair in pairs)
+
+
+def _past_query_times(batch: Batch) -> Tensor:
+    """Without that of the last event, which is the request's and no part of the prefix."""
+    return batch.sample_ids[:0] if batch.query_times is None else batch.query_times.values[:-1]
 
 
 def _is_same(a: Jagged | None, b: Jagged | None) -> bool:

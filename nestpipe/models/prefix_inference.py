@@ -30,7 +30,7 @@ from nestpipe.embedding.lookup import Lookup, Rows, moved_rows
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.backbone import TokenDropout
-from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey, digest_of, same_inputs
+from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey, digest_of
 from nestpipe.models.native_hit import NativeHit, native_hit
 from nestpipe.models.ranking import Ranking
 from nestpipe.models.row_order import RowOrder
@@ -55,6 +55,13 @@ class Suffix:
     batch: Batch
     follows: tuple[PrefixKey, ...]
     digests: tuple[InputDigest, ...] = ()  # of the prefixes' inputs; `extend` continues them
+
+    def at(self, history: Batch) -> Suffix:
+        """The suffix of a later request with the same events: its query time and the features of its user are its own."""
+        asked = None if history.query_times is None else history.query_times.values[-1:]
+        times = self.batch.query_times
+        moved = times if times is None or asked is None else times.with_values(asked)
+        return replace(self, batch=replace(self.batch, query_times=moved, sample_features=history.sample_features))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +89,11 @@ class Ranker:
         self._schema = digest_of((model.declared, schema))
         self._model_digest = digest_of((type(model).__qualname__, model.config, model.max_len))
 
-    def split(self, history: Batch, *, known: tuple[Batch, Suffix] | None = None) -> tuple[Batch, Suffix]:
-        """Splits a request's history into the prefix, which can be prefilled, and the suffix with the key of that prefix.
-
-        `known` is an earlier split by this ranker: a prefix with the same inputs is not digested again.
-        """
+    def split(self, history: Batch) -> tuple[Batch, Suffix]:
+        """Splits a request's history into the prefix, which can be prefilled, and the suffix with the key of that prefix."""
         lengths = history.items.lengths()
         prefix = cut_events(history, torch.zeros_like(lengths), (lengths - 1).clamp(min=0))
         suffix = cut_events(history, (lengths - 1).clamp(min=0), lengths)
-        if known is not None and same_inputs(known[0], prefix):
-            return prefix, replace(known[1], batch=suffix)
         digests = tuple(InputDigest().then(prefix, row) for row in range(prefix.num_samples))
         keys = (self._key(prefix, row, digest) for row, digest in enumerate(digests))
         return prefix, Suffix(suffix, tuple(keys), digests)
@@ -236,15 +238,13 @@ class Ranker:
                 f"a history of {int(total.max())} events is longer than max_len {model.max_len}. Truncate it in blocks from the "
                 "start and prefill again: the cached rows depend on the events that were cut off."
             )
-        user = batch.items.row_of_value()
-        event = batch.items.positions() + num_cached.index_select(0, user)
+        event = batch.items.positions() + _by_value(num_cached, batch.items)
         own, here, place = self._own, partial(upload, device=self.device), model.place_of
         rows, there = moved_rows(rows, self.device), batch if self.device.type == "cpu" else batch.moved(here)
-        events = own.events(rows, there, here(place(event, total.index_select(0, user))))
+        events = own.events(rows, there, here(place(event, _by_value(total, batch.items))))
         if not is_request:
             return events, events[:0]
-        user = targets.items.row_of_value()
-        last = total.index_select(0, user)
+        last, user = _by_value(total, targets.items), targets.items.row_of_value()
         features = targets.features
         if self.device.type != "cpu":
             features = {name: one.moved(here) for name, one in features.items()}
@@ -352,6 +352,11 @@ def cut_events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
         event_features={name: cut_feature(one) for name, one in batch.event_features.items()},
         target_features={},
     )
+
+
+def _by_value(of_user: Tensor, rows: Jagged) -> Tensor:
+    """A number of each user [B], for each value of the users' rows."""
+    return of_user.expand(len(rows.values)) if rows.num_rows == 1 else of_user.index_select(0, rows.row_of_value())
 
 
 def _request_times(batch: Batch) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
-from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
+from nestpipe.models.kv_prefix import KVPrefix, PrefixKey, same_events
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
 from nestpipe.ops.device_memory import wait_here
 from nestpipe.serve.known_items import Ints, KnownItems
@@ -43,7 +43,9 @@ class HistoryInputs:
     @cached_property
     def _parts(self) -> tuple[Batch, Suffix]:
         earlier, self._earlier = self._earlier, None
-        return self.served.ranker.split(self.history, known=None if earlier is None else earlier._parts)
+        if earlier is not None and same_events(earlier.history, self.history):
+            return earlier.prefix, earlier.suffix.at(self.history)
+        return self.served.ranker.split(self.history)
 
     @property
     def prefix(self) -> Batch:

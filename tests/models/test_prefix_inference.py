@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Jagged
-from nestpipe.models.kv_prefix import KVPrefix
+from nestpipe.models.kv_prefix import KVPrefix, same_events
 from nestpipe.models.prefix_inference import cut_events
 from nestpipe.models.ranking import Ranking
 from tests.models.small_ranking import MAX_LEN, build, candidates, history, item_features, ranker, select
@@ -325,19 +325,28 @@ def test_a_prefix_owns_its_memory():
     assert all(k.untyped_storage().nbytes() == k.nbytes for one in kept for k in (*one.keys, *one.values))
 
 
-def test_a_known_split_is_used_for_the_same_inputs_alone():
+def test_requests_with_the_same_events_share_a_digest_and_no_others():
     """The digest of a hint serves its request: a later query time is the same prefix, a changed event or feature is not."""
     own, batch = ranker(build()), history([9])
-    known = own.split(batch)
-    later = own.split(asked_at(batch, 3_000_000_000), known=known)[1]
-    assert later.follows[0] is known[1].follows[0]
-    assert int(later.batch.query_times.values[-1]) == 3_000_000_000, "the suffix is the request's own"
-    for change in ({"items": batch.items.with_values(batch.items.values + 1)}, {"sample_ids": batch.sample_ids + 1}):
-        other = replace(batch, **change)
-        assert own.split(other, known=known)[1].follows == own.split(other)[1].follows != known[1].follows
+    _, suffix = own.split(batch)
+    later = asked_at(batch, 3_000_000_000)
+    assert same_events(batch, later)
+    moved, wanted = suffix.at(later), own.split(later)[1]
+    assert moved.follows == wanted.follows
+    assert torch.equal(moved.batch.query_times.values, wanted.batch.query_times.values)
+    assert moved.batch.sample_features is later.sample_features
+    others = [replace(batch, items=batch.items.with_values(batch.items.values + 1)), history([8])]
+    others += [replace(batch, sample_ids=batch.sample_ids + 1), replace(batch, times=None, query_times=None)]
+    others.append(replace(batch, times=batch.times.with_values(batch.times.values + 1)))
+    middle = batch.query_times.values.index_fill(0, torch.tensor([4]), 77)
+    others.append(replace(batch, query_times=batch.query_times.with_values(middle)))
     for name, feature in batch.event_features.items():
         values = feature.values.clone()
         values[3] = values[3] + 1 if not values[3].isnan() else 0.0
-        changed = replace(batch, event_features={**batch.event_features, name: feature.with_values(values)})
-        assert own.split(changed, known=known)[1].follows == own.split(changed)[1].follows != known[1].follows, name
-    assert own.split(history([8]), known=known)[1].follows == own.split(history([8]))[1].follows
+        others.append(replace(batch, event_features={**batch.event_features, name: feature.with_values(values)}))
+    for other in others:
+        assert not same_events(batch, other)
+        assert own.split(other)[1].follows != suffix.follows
+    unobserved = batch.event_features["hated"].values.isnan()
+    assert bool(unobserved.any()), "a missing value equals itself"
+    assert same_events(batch, history([9]))

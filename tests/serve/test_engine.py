@@ -12,6 +12,7 @@ import torch
 from nestpipe.data.sequences import truncate
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
+from nestpipe.models.kv_prefix import InputDigest
 from nestpipe.models.ranking import Ranking
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -681,3 +682,17 @@ def test_batches_of_several_users_are_those_of_each(served):
     assert joined.items.offsets.tolist() == offsets_of(torch.tensor([2, 0, 3])).tolist()
     assert joined.times is None
     assert joined.sample_ids.tolist() == [2, 0, 3]
+
+
+def test_the_digest_of_a_hint_serves_its_request(engine, monkeypatch):
+    """A digest reads all events of a history. The request compares its events with those of the hint instead."""
+    digested, then = [], InputDigest.then
+    monkeypatch.setattr(InputDigest, "then", lambda self, batch, row: digested.append(row) or then(self, batch, row))
+    hint(engine, 3, "held")
+    settle(engine)
+    assert digested
+    digested.clear()
+    asked = rank(engine, 3, request="held")
+    settle(engine)
+    assert asked.reply.result(0).path == "hit_device"
+    assert digested == []
