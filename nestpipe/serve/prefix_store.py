@@ -86,7 +86,9 @@ class PrefixStore:
 
     def close(self) -> None:
         """Lets another process own the folder; call it when nothing reads or writes any more."""
-        os.close(self._owned)
+        if self._owned >= 0:
+            os.close(self._owned)
+        self._owned = -1
 
     # Use.
 
@@ -357,7 +359,7 @@ def _own(folder: Path) -> int:
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(lock)
         raise StoreInUseError(
             f"{folder} is the prefix store of another process; two would remove each other's files. End that process, or name "

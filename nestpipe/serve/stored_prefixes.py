@@ -46,7 +46,10 @@ class StoredPrefixes:
         entry = self.store.peek(inputs.served.ranker.made_by, inputs.user)
         if entry is None or entry.key.length > max(inputs.num_events - 1, 0):
             return None
-        digest = inputs.served.ranker.beginning(entry.key, inputs.prefix)
+        if entry.key.length == inputs.num_events - 1:  # its digest is known already
+            digest = inputs.suffix.digests[0] if inputs.key == entry.key else None
+        else:
+            digest = inputs.served.ranker.beginning(entry.key, inputs.prefix)
         if digest is None:
             self.store.mark_stale(entry.key)
             return None

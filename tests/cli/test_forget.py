@@ -177,12 +177,12 @@ def test_an_interrupted_erasure_is_finished_by_the_next_one_without_the_name(tmp
 
     assert files_naming(tmp_path, "Zoë 3")
 
-    monkeypatch.setattr(command, "_forget_instructions", cut_off)
+    monkeypatch.setattr(command, "_forget_derived", cut_off)
     with pytest.raises(KeyboardInterrupt):
         forget([run], "Zoë 3")
     assert Run.open(run).sequences.vocabulary("user").number_of("Zoë 3") is None
     assert not files_naming(tmp_path, "Zoë 3")
-    monkeypatch.setattr(command, "_forget_instructions", lambda folder, user: erased.append(user))
+    monkeypatch.setattr(command, "_forget_derived", lambda folder, user: erased.append(user))
     other = log.vocabulary("user").number_of("Zoë 4")
     assert forget([run], "Zoë 4")[0] == 7
     assert erased[0] == number
