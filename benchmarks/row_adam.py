@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -46,7 +46,9 @@ from nestpipe.training.loop import train_to_end
 LIMIT = 1.25
 RATES = Rates(dense=1e-3, rows=1e-3)
 QUALITY_LOG = SyntheticConfig(num_users=1500, num_items=8000, mean_len=16, max_len=40, zipf=0.6)
-QUALITY_EPOCHS, QUALITY_RATES = 10, (0.004, 0.016)
+QUALITY_EPOCHS, QUALITY_RATES = 10, (0.004, 0.016, 0.064)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "concepts" / "embeddings.md"
+BEGIN, END = "<!-- row_adam -->", "<!-- end of row_adam -->"
 WARM_STEPS = 208  # every row in use has then been updated since batch 75, from which the series holds
 
 
@@ -106,12 +108,12 @@ def trained(config: Config, folder: Path) -> dict[str, float]:
     return {"ndcg@10": report.metrics["ndcg@10"].mean, "cpu_s": seconds, "untouched": untouched}
 
 
-def quality(num_seeds: int) -> None:
-    """At two learning rates: at a low one the optimizer that makes longer steps learns faster."""
+def quality(num_seeds: int, rates: Sequence[float]) -> None:
+    """At several learning rates of the rows: at a low one the optimizer that makes longer steps learns faster."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "log"
         ingest_synthetic(data, QUALITY_LOG)
-        figures = {f"lr {lr}": quality_at(lr, num_seeds, data, Path(folder) / f"{lr}") for lr in QUALITY_RATES}
+        figures = {f"lr {lr}": quality_at(lr, num_seeds, data, Path(folder) / f"{lr}") for lr in rates}
     facts = {"workload": "generated log", "num_seeds": num_seeds, "num_epochs": QUALITY_EPOCHS, **asdict(QUALITY_LOG)}
     measure.append("row_adam", measure.record(seed=0, figures=figures, settings=facts))
     print(json.dumps(figures))
@@ -135,16 +137,41 @@ def quality_at(lr: float, num_seeds: int, data: Path, folder: Path) -> dict[str,
     }
 
 
+def page() -> str:
+    """docs/concepts/embeddings.md with the last figures of each learning rate."""
+    path = measure.RESULTS / "row_adam.jsonl"
+    records = list(map(json.loads, path.read_text().splitlines()))
+    found = {
+        lr: own
+        for one in records
+        if one["settings"]["workload"] == "generated log"
+        for lr, own in one["figures"].items()
+    }
+    names = ("lazy_adam", "adam", "adam - lazy_adam")
+    lines = [["rows", *names, "CPU time"], ["---"] * 5]
+    for lr, own in sorted(found.items(), key=lambda one: float(one[0].split()[1])):
+        figures = ["{:.4f} ± {:.4f}".format(*own[f"ndcg@10, {name}"]) for name in names]
+        lines.append([lr, *figures, f"{own['cpu, adam over lazy_adam']:.2f}x"])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer blocks")
     parser.add_argument("--dense", default="mlp", choices=("mlp", "hstu"))
     parser.add_argument("--quality", action="store_true", help="instead: NDCG@10 with both on a generated log")
     parser.add_argument("--seeds", type=int, default=3, help="of --quality, 2 .. 5")
+    parser.add_argument("--rates", type=float, nargs="+", default=QUALITY_RATES, help="learning rates of --quality")
+    parser.add_argument("--write", action="store_true", help="put its table into docs/concepts/embeddings.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quality:
-        quality(options.seeds)
+        quality(options.seeds, options.rates)
+    if options.write:
+        PAGE.write_text(page())
+    if options.quality or options.write:
         return
     num_blocks, num_steps = (9, 8) if options.quick else (21, 16)
     settings = train_arms.Settings(samples=512, dense=options.dense, micro_batches=1)
