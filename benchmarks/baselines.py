@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import measure
-from quality import collect, done
+from quality import collect, done, mean_and_deviation
+from scoreboard import Figures
+from scoreboard_quality import beauty, ml1m
 
 from nestpipe import recipes
 from nestpipe.config import Config
@@ -93,8 +95,19 @@ def rows() -> list[list[str]]:
             records = done(NAME, settings_of(dataset, ties, baseline))
             one = records[-1]["figures"] if records else None
             row.append(f"{one['hr@10']:.4f} / {one['ndcg@10']:.4f}, {one['cpu_s']:.0f} s" if one else "-")
-        found.append(row)
-    return found
+        if set(row[1:]) != {"-"}:
+            found.append(row)
+    of_recipes = [ml1m("sasrec", FILE), ml1m("sasrec", META), beauty("sasrec")]
+    return [*found, ["SASRec of our recipes", *(_of_recipe(one) for one in of_recipes)]]
+
+
+def _of_recipe(seeds: list[Figures]) -> str:
+    """A training of a quality benchmark in the same protocol, as long as its recipe says; minutes on two cores."""
+    if not seeds:
+        return "-"
+    hits, gain = (mean_and_deviation([one[name] for one in seeds]) for name in ("hr@10", "ndcg@10"))
+    minutes = next((seeds[0][name] for name in ("minutes", "training_minutes") if name in seeds[0]), None)
+    return f"{hits} / {gain}" + (f", {minutes:.0f} min" if minutes else "")
 
 
 def page() -> str:

@@ -6,9 +6,12 @@ benchmarks/results, like those of the full table.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
-from scoreboard import Figures, _is_test, figure, records
+from quality import mean_and_deviation
+from scoreboard import Figures, figure, records
+from scoreboard_quality import META, beauty, ml1m, seeds
 
 Headline = tuple[str, str, str, str, str]  # question, measured, reference or limit, result, losing case
 
@@ -30,7 +33,8 @@ def readme_table() -> str:
     chosen = ("nested step over TorchRec", "nested step over our", "exact nested step", "goodput", "HR@10 on MovieLens")
     rows = [row for row in headlines() if row[0].startswith(chosen)]
     lines = ["| question | measured | reference | where it loses |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join((*row[:3], row[4]))} |" for row in rows)])
+    table = "\n".join([*lines, *(f"| {' | '.join((*row[:3], row[4]))} |" for row in rows)])
+    return table.replace("(performance/", "(docs/performance/")
 
 
 def _met(value: float, limit: float) -> str:
@@ -198,25 +202,21 @@ def _serving() -> Iterator[Headline]:
 
 
 def _quality() -> Iterator[Headline]:
-    hstu, sasrec = (
-        records("quality_ml1m", lambda one, model=model: _is_test(one, model))[-1]["figures"]["hr@10"]
-        for model in ("hstu", "sasrec")
-    )
+    found = ml1m("hstu", META)
+    hits = statistics.mean(one["hr@10"] for one in found)
     yield (
-        "HR@10 on MovieLens-1M, HSTU, equal times in file order",
-        f"{hstu:.4f}",
-        "not directly comparable: Meta's .3097 has equal times in Meta's order",
-        "–",
-        f"file order, one seed; SASRec {sasrec:.4f} in file order",
+        f"HR@10 on MovieLens-1M, HSTU, equal times in Meta's order, {seeds(found)}",
+        mean_and_deviation([one["hr@10"] for one in found]),
+        "Meta's HSTU .3097 in the same order",
+        _published(hits, 0.3097),
+        "one data set" if hits >= 0.3097 else "below the published figure; [what differs](performance/quality.md)",
     )
-    beauty = {
-        arm: records("quality_beauty", lambda one, arm=arm: one["arm"] == arm)[-1]["figures"]["hr@10"]
-        for arm in ("generative", "sasrec")
-    }
+    generative, sasrec = beauty("generative"), beauty("sasrec")
+    hits, other = (statistics.mean(one["hr@10"] for one in arm) for arm in (generative, sasrec))
     yield (
-        "HR@10 on Amazon Beauty, generative model on semantic ids",
-        f"{beauty['generative']:.4f}",
+        f"HR@10 on Amazon Beauty, generative model on semantic ids, {seeds(generative)}",
+        mean_and_deviation([one["hr@10"] for one in generative]),
         "TIGER .0648",
-        _published(beauty["generative"], 0.0648),
-        f"our SASRec is better: {beauty['sasrec']:.4f}",
+        _published(hits, 0.0648),
+        f"our SASRec is {'better' if other > hits else 'worse'}: {other:.4f}",
     )

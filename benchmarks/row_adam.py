@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -46,7 +46,9 @@ from nestpipe.training.loop import train_to_end
 LIMIT = 1.25
 RATES = Rates(dense=1e-3, rows=1e-3)
 QUALITY_LOG = SyntheticConfig(num_users=1500, num_items=8000, mean_len=16, max_len=40, zipf=0.6)
-QUALITY_EPOCHS = 10
+QUALITY_EPOCHS, QUALITY_RATES = 10, (0.004, 0.016, 0.064)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "concepts" / "embeddings.md"
+BEGIN, END = "<!-- row_adam -->", "<!-- end of row_adam -->"
 WARM_STEPS = 208  # every row in use has then been updated since batch 75, from which the series holds
 
 
@@ -76,7 +78,7 @@ def timed(state: TrainState, data: list[Batch], num_steps: int) -> Callable[[], 
     return block
 
 
-def quality_config(data: Path, optimizer: str, seed: int) -> Config:
+def quality_config(data: Path, optimizer: str, lr: float, seed: int) -> Config:
     base = recipes.tiny()
     return replace(
         base,
@@ -84,7 +86,7 @@ def quality_config(data: Path, optimizer: str, seed: int) -> Config:
         data=replace(base.data, path=str(data), max_len=20, batch_size=32, validation=True),
         model=SASRecConfig(dim=32, num_blocks=1, num_heads=2, hidden_dim=64, dropout=0.1),
         loss=LossConfig(num_negatives=32, source="sample"),
-        embedding=EmbeddingConfig(optimizer=optimizer, lr=4e-3),  # type: ignore[arg-type]
+        embedding=EmbeddingConfig(optimizer=optimizer, lr=lr),  # type: ignore[arg-type]
         train=replace(base.train, epochs=QUALITY_EPOCHS, eval_epochs=1000, num_threads=1),
     )
 
@@ -106,31 +108,53 @@ def trained(config: Config, folder: Path) -> dict[str, float]:
     return {"ndcg@10": report.metrics["ndcg@10"].mean, "cpu_s": seconds, "untouched": untouched}
 
 
-def quality(num_seeds: int) -> None:
+def quality(num_seeds: int, rates: Sequence[float]) -> None:
+    """At several learning rates of the rows: at a low one the optimizer that makes longer steps learns faster."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "log"
         ingest_synthetic(data, QUALITY_LOG)
-        found: dict[str, list[dict[str, float]]] = {"lazy_adam": [], "adam": []}
-        for seed in range(num_seeds):
-            for name, results in found.items():
-                results.append(trained(quality_config(data, name, seed), Path(folder) / f"{name}-{seed}"))
-                print(f"{name}, seed {seed}: {results[-1]}", flush=True)
+        figures = {f"lr {lr}": quality_at(lr, num_seeds, data, Path(folder) / f"{lr}") for lr in rates}
+    facts = {"workload": "generated log", "num_seeds": num_seeds, "num_epochs": QUALITY_EPOCHS, **asdict(QUALITY_LOG)}
+    measure.append("row_adam", measure.record(seed=0, figures=figures, settings=facts))
+    print(json.dumps(figures))
+
+
+def quality_at(lr: float, num_seeds: int, data: Path, folder: Path) -> dict[str, object]:
+    found: dict[str, list[dict[str, float]]] = {"lazy_adam": [], "adam": []}
+    for seed in range(num_seeds):
+        for name, results in found.items():
+            results.append(trained(quality_config(data, name, lr, seed), folder / f"{name}-{seed}"))
+            print(f"{name}, lr {lr}, seed {seed}: {results[-1]}", flush=True)
     pairs = list(zip(found["adam"], found["lazy_adam"], strict=True))
-    figures: dict[str, object] = {}
-    for name, results in found.items():
-        mean, half = spread([one["ndcg@10"] for one in results])
-        figures[f"ndcg@10, {name}"] = [round(mean, 5), round(half, 5)]
-    mean, half = spread([exact["ndcg@10"] - lazy["ndcg@10"] for exact, lazy in pairs])
-    figures |= {
-        "ndcg@10, adam - lazy_adam": [round(mean, 5), round(half, 5)],
+    means = {name: spread([one["ndcg@10"] for one in results]) for name, results in found.items()}
+    means["adam - lazy_adam"] = spread([exact["ndcg@10"] - lazy["ndcg@10"] for exact, lazy in pairs])
+    return {
+        **{f"ndcg@10, {name}": [round(mean, 5), round(half, 5)] for name, (mean, half) in means.items()},
         "cpu, adam over lazy_adam": round(
             statistics.median(exact["cpu_s"] / lazy["cpu_s"] for exact, lazy in pairs), 3
         ),
         "untouched": round(statistics.mean(one["untouched"] for pair in pairs for one in pair), 3),
     }
-    facts = {"workload": "generated log", "num_seeds": num_seeds, "num_epochs": QUALITY_EPOCHS, **asdict(QUALITY_LOG)}
-    measure.append("row_adam", measure.record(seed=0, figures=figures, settings=facts))
-    print(json.dumps(figures))
+
+
+def page() -> str:
+    """docs/concepts/embeddings.md with the last figures of each learning rate."""
+    path = measure.RESULTS / "row_adam.jsonl"
+    records = list(map(json.loads, path.read_text().splitlines()))
+    found = {
+        lr: own
+        for one in records
+        if one["settings"]["workload"] == "generated log"
+        for lr, own in one["figures"].items()
+    }
+    names = ("lazy_adam", "adam", "adam - lazy_adam")
+    lines = [["rows", *names, "CPU time"], ["---"] * 5]
+    for lr, own in sorted(found.items(), key=lambda one: float(one[0].split()[1])):
+        figures = ["{:.4f} ± {:.4f}".format(*own[f"ndcg@10, {name}"]) for name in names]
+        lines.append([lr, *figures, f"{own['cpu, adam over lazy_adam']:.2f}x"])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
 
 
 def main() -> None:
@@ -138,11 +162,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer blocks")
     parser.add_argument("--dense", default="mlp", choices=("mlp", "hstu"))
     parser.add_argument("--quality", action="store_true", help="instead: NDCG@10 with both on a generated log")
-    parser.add_argument("--seeds", type=int, default=5, help="of --quality, 2 .. 5")
+    parser.add_argument("--seeds", type=int, default=3, help="of --quality, 2 .. 5")
+    parser.add_argument("--rates", type=float, nargs="+", default=QUALITY_RATES, help="learning rates of --quality")
+    parser.add_argument("--write", action="store_true", help="put its table into docs/concepts/embeddings.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quality:
-        quality(options.seeds)
+        quality(options.seeds, options.rates)
+    if options.write:
+        PAGE.write_text(page())
+    if options.quality or options.write:
         return
     num_blocks, num_steps = (9, 8) if options.quick else (21, 16)
     settings = train_arms.Settings(samples=512, dense=options.dense, micro_batches=1)

@@ -76,7 +76,9 @@ def rows() -> Iterator[Row]:
     yield from _scale()
     yield from _overload()
     yield from _serving()
-    yield from _quality()
+    from scoreboard_quality import quality_rows
+
+    yield from quality_rows()
 
 
 def _tables() -> Iterator[Row]:
@@ -357,38 +359,6 @@ def _serving() -> Iterator[Row]:
         values = ", ".join(f"{length}: {found[f'auc {length}']:.3f}" for length in lengths)
         title = "AUC by events served, where long histories matter"
         yield title, f"+{found['auc_longest_minus_shortest']:.3f}", values, "history_quality.py"
-
-
-def _quality() -> Iterator[Row]:
-    for model in ("hstu", "hstu_large", "sasrec"):
-        wanted = records("quality_ml1m", lambda one, model=model: _is_test(one, model))
-        for one in wanted[-1:]:
-            low, high = one["figures"]["hr@10, 95 % over users"]
-            value = f"{one['figures']['hr@10']:.4f} ({low:.4f}-{high:.4f})"
-            title = f"HR@10 on MovieLens-1M, equal times in file order, {model}, 101 epochs; range: 95 % over users"
-            reference = "one seed; published figures in Meta's order are not directly comparable"
-            yield title, value, reference, f"quality_ml1m.py --models {model}"
-    for one in records("quality_ml1m", lambda settings: settings["model"] == "hstu, one update old minus exact")[-1:]:
-        found = one["figures"]["hr@10"]
-        low, high = found["95 %"]
-        title = "HR@10 of HSTU on MovieLens-1M in file order, rows stale by one step minus exact, 20 epochs; range: 95 %, paired by user"
-        reference = "first epoch exact; every row of a batch is also in the previous batch"
-        yield title, f"{found['difference']:+.4f} ({low:+.4f} to {high:+.4f})", reference, "quality_ml1m.py --stale"
-    reference = {"generative": "TIGER .0648", "sasrec": "full softmax, the same protocol"}
-    for arm, note in reference.items():
-        for one in records("quality_beauty", lambda settings, arm=arm: settings["arm"] == arm)[-1:]:
-            low, high = one["figures"]["hr@10, 95 %"]
-            value = f"{one['figures']['hr@10']:.4f} ({low:.4f}-{high:.4f})"
-            yield f"HR@10 on Amazon Beauty, {arm}; range: 95 % over users", value, note, "quality_beauty.py"
-
-
-def _is_test(settings: Figures, model: str) -> bool:
-    """A full training whose last items were ranked, not a choice of settings."""
-    if settings["model"] != model:
-        return False
-    if settings.get("ties", "file") != "file":
-        return False  # figures of another order of equal times answer another question
-    return settings["config"]["train"]["epochs"] == 101 and not settings["config"]["data"]["validation"]
 
 
 def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row]:
