@@ -54,16 +54,16 @@ _HALF, _HALF_WIDE = LaunchOptions(32, 256, 4, 255), LaunchOptions(32, 64, 8, 255
 LAUNCH: dict[tuple[str, torch.dtype], dict[int, LaunchOptions]] = {
     ("forward", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), _WIDE, _WIDE),
     ("bias_channels", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
-    ("query_grads", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("query_grads", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 8, None), _WIDE),
     ("key_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
     ("value_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
-    ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 8, None), _WIDE),
     ("forward", torch.bfloat16): _widths(_HALF, LaunchOptions(32, 256, 8, 255), _HALF_WIDE),
     ("bias_channels", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
     ("query_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
     ("key_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
     ("value_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
-    ("bias_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
+    ("bias_grads", torch.bfloat16): _widths(_HALF, LaunchOptions(16, 256, 4, 255), LaunchOptions(16, 64, 8, 255)),
 }
 """Kernel and type -> width of a head, padded -> options."""
 BLOCKS = sorted({one.block for table in LAUNCH.values() for one in table.values()})
