@@ -152,7 +152,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     run = open_run(arguments)
     check_flags(run, arguments)
     kind, folder = kind_of(run), run.folder / "serve"
-    flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
+    flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label, "--device", arguments.device]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
     flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
     flags += [] if arguments.request_instructions else ["--no-request-instructions"]

@@ -73,13 +73,14 @@ def open_instance(run: Run, arguments: ServeArguments, *, name: str) -> OpenedIn
 
 
 def check_flags(run: Run, arguments: ServeArguments) -> None:
-    """Raises ConfigError for flags that are for other kinds of runs."""
+    """Raises ConfigError for flags that are for other kinds of runs, or a device that is not there."""
     kind = kind_of(run)
     if kind != "ranker" and arguments.device not in ("auto", "cpu"):
         raise ConfigError(
             f"--device is {arguments.device!r}, but {run.folder} has no histories with candidates to rank, and only such runs "
             "are served on a device; leave it out."
         )
+    named_device(arguments.device, flag="--device")
     if kind in ("ranker", "pointwise"):
         return
     if arguments.retrieval is not None:

@@ -65,7 +65,8 @@ def start_line(run: Run, earlier: EarlierStart | None, hosts: list[str], *, step
     if earlier is None or not checkpoint:
         start = "new run" if earlier is None else "started again, because no checkpoint was complete,"
         each = " each" if num_ranks > 1 else ""
-        return f"{start} on {_places(hosts)}, {threads} thread{'s' if threads > 1 else ''}{each}"
+        mixed = ", matrix products in bf16" if run.config.train.precision == "bf16" else ""
+        return f"{start} on {_places(hosts)}, {threads} thread{'s' if threads > 1 else ''}{each}{mixed}"
     before = earlier.facts.get("num_ranks", num_ranks)
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}" + (f" (before: {before})" if before != num_ranks else "")
     repeated = max(0, earlier.num_steps - step)

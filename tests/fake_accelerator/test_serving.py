@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from nestpipe.cli import serve_fleet
 from nestpipe.distributed.process_group import World
 from nestpipe.errors import ConfigError
 from nestpipe.serve import prefix_moves
@@ -153,3 +154,13 @@ def test_what_cannot_be_obeyed_is_refused(runs: dict[str, Path]) -> None:
     other: Any = SimpleNamespace(config=replace(run.config, model=object()), folder=run.folder)
     with pytest.raises(ConfigError, match="only such runs are served on a device"):
         check_flags(other, ServeArguments(device="cuda"))
+
+
+def test_the_instances_of_a_fleet_get_the_device(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr(serve_fleet, "_run_fleet", lambda plan: plans.append(plan) or 0)
+    assert serve_fleet.serve_fleet(ServeArguments(run=runs["hstu"], instances=1, port=0, device="cpu")) == 0
+    (worker,) = plans[0].workers
+    assert "--device cpu" in " ".join(worker.command)
+    with pytest.raises(ConfigError, match="this machine has no such device"):
+        serve_fleet.serve_fleet(ServeArguments(run=runs["hstu"], instances=1, port=0, device="cuda"))
