@@ -39,8 +39,8 @@ class RankingCosts:
 
     def __init__(self, constants: Mapping[Kind, Floats] | None = None, *, copy_ms_per_byte: float = 0.0):
         self._copy_ms_per_byte = copy_ms_per_byte
-        zero: Mapping[Kind, Sequence[float]] = {kind: [0.0] * len(terms(kind, 0, 0)) for kind in get_args(Kind)}
-        self._constants = {kind: [float(one) for one in own] for kind, own in (zero | dict(constants or {})).items()}
+        self._constants = {kind: [0.0] * len(terms(kind, 0, 0)) for kind in get_args(Kind)}
+        self._constants |= {kind: [float(one) for one in own] for kind, own in (constants or {}).items()}
         self._residuals: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
         self._extra: dict[Kind, float] = dict.fromkeys(self._residuals, 0.0)
         self._usual = dict(self._extra)

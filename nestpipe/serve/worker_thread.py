@@ -116,9 +116,7 @@ class WorkerThread(ABC):
 
     def wake(self) -> None:
         """Ends the pause of an idle thread. From any thread."""
-        with self._wakeup:
-            self._has_new = True
-            self._wakeup.notify()
+        self._wake_up.set()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)

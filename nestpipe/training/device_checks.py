@@ -301,7 +301,7 @@ def _negatives(source: str) -> Callable[[torch.device], str]:
             sampled_softmax, vectors, positives, negatives, device, torch.float32, blocks=blocks, segment=16
         )
         error = max(_error(one, other) for one, other in zip(found, exact, strict=True))
-        backend = choose(upload(vectors[1].float(), device), negatives, blocks)
+        backend = choose(upload(vectors[1].float(), device), negatives, blocks, device=device)
         require(error < _FP32, f"{backend}: {error:.1e} from the definition, limit {_FP32:.0e}")
         return f"{backend}: {error:.0e} from the definition, loss and gradients"
 
