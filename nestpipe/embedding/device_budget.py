@@ -32,7 +32,7 @@ class BufferUse:
     capacity: int
     most_held: int  # at once, by batches in flight
     num_rows: int  # of the table on this rank
-    num_before: int  # the same at the last barrier that resized
+    num_before: int  # the same when sizes were last chosen
 
     @property
     def least(self) -> int:
@@ -108,13 +108,13 @@ class DeviceBuffers:
         own = sum(use.capacity * use.row_bytes for use in uses.values())
         device, module = self._device, torch.get_device_module(self._device)
         free, _ = module.mem_get_info(device)
-        lines = []
-        for name, num_rows in shared_out(uses, int((free + own) * _SHARE)).items():
-            use = uses[name]
+        chosen, lines = shared_out(uses, int((free + own) * _SHARE)), []
+        for name in sorted(uses, key=lambda one: (chosen[one] - uses[one].capacity) * uses[one].row_bytes):
+            use, num_rows = uses[name], chosen[name]  # those that shrink come first: their memory is for the others
+            self._num_before[name] = use.num_rows
             if _SHRINKS * use.capacity <= num_rows <= _GROWS * use.capacity:
                 continue
             self._tables[name].resize_on_device(num_rows)
-            self._num_before[name] = use.num_rows
             lines.append(
                 f"table '{name}': room for {num_rows:,} rows on {device} instead of {use.capacity:,}, {num_rows * use.row_bytes:,} "
                 f"bytes ({use.num_rows:,} rows here, at most {use.most_held:,} in use at once, {free:,} bytes free)"
