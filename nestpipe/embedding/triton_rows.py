@@ -35,8 +35,8 @@ class Tile:
 MAX_COLUMNS = 128  # of a program, for kernels that go through the columns of a row block by block
 MAX_REGISTERS = 80  # of a thread: 24 warps of a multiprocessor stay resident, to hide the latency of memory
 MAX_ELEMENTS = 1024  # of a program: two vectors of 16 bytes for each thread
-MAX_ROWS = 32  # of a program: their places, sizes and counts take registers too
-# Numbers in the tile of a kernel, for widths up to MAX_COLUMNS and above: the most that these limits allow without spills.
+NARROW, NARROW_ELEMENTS = 4, 128  # up to this width the places and counts of rows take more registers than the rows
+# Numbers in the tile of a kernel, for widths above NARROW and above MAX_COLUMNS: the most that these limits allow without spills.
 # tests/ops/test_rows_compiled.py compiles all of them.
 ELEMENTS = {
     "copy_kernel": (1024, 1024),
@@ -53,10 +53,10 @@ ELEMENTS = {
 def tile(kernel: str, width: int, num_elements: int = 0) -> Tile:
     """How a kernel divides rows of a width among programs [default: numbers of a program as in `ELEMENTS`]."""
     columns = triton.next_power_of_2(width)
-    num_elements = num_elements or ELEMENTS[kernel][width > MAX_COLUMNS]
+    num_elements = NARROW_ELEMENTS if width <= NARROW else num_elements or ELEMENTS[kernel][width > MAX_COLUMNS]
     if kernel != "rowwise_adagrad_kernel":  # which has whole rows
         columns = min(columns, MAX_COLUMNS)
-    return Tile(min(max(num_elements // columns, 1), MAX_ROWS), columns)
+    return Tile(max(num_elements // columns, 1), columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,7 +57,7 @@ def score_kernel(
         high = higher
     coefficient = tl.exp(own - high) / total - 1.0
     grad = grad / total + coefficient * own_row
-    tl.store(d_queries + token * width + columns, grad.to(d_queries.dtype.element_ty), mask=real)
+    tl.store(d_queries + token * width + columns, grad, mask=real)
     tl.store(largest + token, high)
     tl.store(totals + token, total)
     tl.store(coefficients + token, coefficient)
@@ -103,7 +103,7 @@ def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) ->
     positive_rows = rows if same else positive_rows.detach().contiguous()
     width, numbers = queries.shape[1], queries.new_empty(4, len(queries), dtype=torch.float32)
     largest, totals, coefficients, losses = numbers
-    d_queries = torch.empty_like(queries)
+    d_queries = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
     d_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
     d_positive_rows = d_rows if same else torch.zeros_like(d_rows)
     ends = torch.arange(len(rows) + 1, device=rows.device)
@@ -118,7 +118,7 @@ def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) ->
         _spread(queries[tokens], scores, (largest[tokens], totals[tokens]), negatives, ends, d_rows)
     _spread(queries, coefficients.unsqueeze(1), None, task.positives.unsqueeze(1), ends, d_positive_rows)
     grads = d_rows.to(rows.dtype), d_positive_rows.to(rows.dtype)
-    return losses.sum(dtype=torch.float64), d_queries, grads[0], grads[0] if same else grads[1]
+    return losses.sum(dtype=torch.float64), d_queries.to(queries.dtype), grads[0], grads[0] if same else grads[1]
 
 
 def score_constants(width: int) -> dict[str, int]:

@@ -17,9 +17,9 @@ def compiled(name: str, width: int, target: str, dtype: str) -> CompiledReport:
     from nestpipe.ops import negatives_triton
 
     places = dict.fromkeys(("positives", "numbers", "order", "starts"), "*i64")
-    sums = ("scores", "largest", "totals", "coefficients", "losses", "weights", "d_rows")
+    sums = ("scores", "largest", "totals", "coefficients", "losses", "weights", "d_rows", "d_queries")
     signature = {
-        **dict.fromkeys(("queries", "rows", "positive_rows", "d_queries"), dtype),
+        **dict.fromkeys(("queries", "rows", "positive_rows"), dtype),
         **dict.fromkeys(sums, "*fp32"),
         **places,
         **dict.fromkeys(("num", "width", "num_rows"), "i32"),
