@@ -19,7 +19,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, complete in the order of the current stream; the host does not wait."""
     if tensor.device.type == device.type:
         return tensor
-    return tensor.detach().pin_memory().to(device, non_blocking=True)
+    return tensor.detach().contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
