@@ -54,7 +54,10 @@ _HALF, _HALF_WIDE = LaunchOptions(32, 256, 4, 255), LaunchOptions(32, 64, 8, 255
 LAUNCH: dict[tuple[str, torch.dtype], dict[int, LaunchOptions]] = {
     ("forward", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), _WIDE, _WIDE),
     ("bias_channels", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
-    ("query_grads", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 8, None), _WIDE),
+    ("query_grads", torch.float32): {
+        **_widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 8, None), _WIDE),
+        32: LaunchOptions(16, 32, 8, None),
+    },
     ("key_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
     ("value_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
     ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 8, None), _WIDE),
