@@ -48,7 +48,7 @@ _READ = """
     LEFT JOIN nestpipe_entries AS entry ON entry.seq > %s ORDER BY entry.seq
 """
 _TAKE = """
-    INSERT INTO nestpipe_numbers VALUES (%(name)s, %(least)s + %(count)s)
+    INSERT INTO nestpipe_numbers VALUES (%(name)s, %(least)s::bigint + %(count)s::bigint)
     ON CONFLICT (name) DO UPDATE SET next = greatest(nestpipe_numbers.next, %(least)s) + %(count)s RETURNING next
 """
 _APPEND = """
@@ -124,8 +124,10 @@ class PostgresState:
                     yield
             except psycopg.Error as error:
                 self._drop_writer()
-                if isinstance(error, psycopg.IntegrityError | psycopg.ProgrammingError):
+                if isinstance(error, psycopg.IntegrityError | psycopg.ProgrammingError | psycopg.DataError):
                     raise
+                if not self._problem:  # else the follower has said it
+                    _log.warning("nothing was stored: %s", _brief(error))
                 raise StateAwayError(
                     "the database of this service is away, so nothing can be stored; send the same again later."
                 ) from error

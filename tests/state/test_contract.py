@@ -164,6 +164,14 @@ def test_numbers_are_given_out_once(opened):
     assert LivingData(opened().changes).ids.tables() == {"item": {5 + n: f"t{n}" for n in range(8)}}
 
 
+@pytest.mark.parametrize("bits", [15, 31, 53])
+def test_numbers_do_not_end_where_a_small_integer_does(opened, bits):
+    state = opened()
+    for least in (2**bits - 40, 2**bits + 30):
+        with state.writing():
+            assert state.take_numbers("item", at_least=least, count=64) >= least
+
+
 def test_writers_at_the_same_time_wait_for_each_other(opened, scale):
     """Each gives out the next number and waits a little before it stores it."""
     num_writes = scale(8, 300)
