@@ -147,13 +147,7 @@ def ml1m_hstu_meta() -> Config:
 
 def ml1m_hstu_large() -> Config:
     """HSTU-large on MovieLens-1M: 8 blocks, 2 heads."""
-    return Config(
-        data=_ml1m(),
-        model=HSTUConfig(num_blocks=8, num_heads=2, qk_dim=25, v_dim=25),
-        loss=LossConfig(),
-        train=TrainConfig(epochs=101),
-        eval=EvalConfig(seen="input"),
-    )
+    return replace(ml1m_hstu(), model=HSTUConfig(num_blocks=8, num_heads=2, qk_dim=25, v_dim=25))
 
 
 def beauty_sasrec() -> Config:
