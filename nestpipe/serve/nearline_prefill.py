@@ -108,9 +108,9 @@ class NearlinePrefill:
         if task.prefix is None or task.prefix.key.length < length:
             task.prefix = task.inputs.served.fill(task.inputs, task.prefix, chunk=self._chunk)
         if task.prefix.key.length == length:
-            self._task = None
             self._stored.offer(task.inputs, task.prefix, since=task.since)
             self.counts["stored"] += 1
+            self._task = None
 
     def _next(self) -> NearlineTask | None:
         """The work of the next user who has any, from what is stored of it."""

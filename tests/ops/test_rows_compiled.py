@@ -19,7 +19,7 @@ SIGNATURE = {
     **dict.fromkeys(("source_rows", "target_rows", "slots", "starts", "offsets"), "*i64"),
     **dict.fromkeys(("steps", "num_batches"), "*i32"),
     **dict.fromkeys(("n", "step", "num_settled", "horizon", "first_series", "num_corrections"), "i32"),
-    **dict.fromkeys(("lr", "keep", "eps", "beta1", "rest1", "beta2", "rest2"), "fp32"),
+    **dict.fromkeys(("lr", "keep", "eps", "beta1", "rest1", "beta2", "rest2", "short_square"), "fp32"),
 }
 WIDE_SPILL_BYTES = 16  # of rows wider than a block of columns: ptxas spills an address to keep 1,152 threads resident
 MOST = {"FROM": "offsets", "TO": "slots", "ADDS": True, "ARRIVED": True, "DECAYS": True}  # what needs most registers

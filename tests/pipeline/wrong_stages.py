@@ -412,10 +412,10 @@ WRONG = [
 ]
 
 
-def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
-    """Runs every wrong pipeline that this many ranks can exchange_shared from a right one; (what, training, verdict)."""
+def wrong_stages(world: World, least: int = 2) -> list[tuple[str, Case, str]]:
+    """Runs the wrong pipelines that this many ranks tell from a right one, and fewer than `least` not; (what, training, verdict)."""
     arena, found = Arena(world), []
-    for wrong in (one for one in WRONG if one.min_ranks <= world.size):
+    for wrong in (one for one in WRONG if least <= one.min_ranks <= world.size):
         needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
         order = getattr(orders, wrong.order[0])(needs, wrong.order[1], 0)
         expected = plain(wrong.case, arena.channels(wrong.case))

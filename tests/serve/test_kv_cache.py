@@ -284,7 +284,7 @@ def test_invalidated_while_it_moves():
         fill(cache, "a", user=3)
         for step in before:
             getattr(cache, step)("a")
-        cache._copy = lambda value, cache=cache: cache.invalidate(3) and list(value)
+        cache._copy = cache._promoted = lambda value, cache=cache: cache.invalidate(3) and list(value)
         assert not getattr(cache, move)("a")
         cache.check()
         assert (cache.device.used, cache.device.reserved, cache.host.used, cache.host.reserved) == (0, 0, 0, 0)
@@ -296,7 +296,7 @@ def test_a_copy_that_fails_leaves_nothing_moving():
         fill(cache, "a", user=3)
         for step in before:
             getattr(cache, step)("a")
-        cache._copy = lambda value: 1 / 0
+        cache._copy = cache._promoted = lambda value: 1 / 0
         with pytest.raises(ZeroDivisionError):
             getattr(cache, move)("a")
         cache.check()

@@ -129,6 +129,7 @@ def test_every_tier_answers_as_full_inference_does(open_world, backbone):
 def test_a_flipped_byte_is_counted_and_changes_no_answer(open_world):
     world = open_world(mode="on")
     truth = world.rank(7)
+    wait_until(lambda: files(world))  # written after the reply
     world.instance.engine.tiers.stored.flush()
     (path,) = files(world)
     world = open_world(mode="on")
@@ -145,8 +146,7 @@ def test_invalidating_and_forgetting_over_http_leave_no_file(open_world):
     world = open_world(mode="on")
     for user in (7, 8, 9):
         world.rank(user)
-    world.instance.engine.tiers.stored.flush()
-    assert len(files(world)) == 3
+    wait_until(lambda: len(files(world)) == 3)  # written after the replies
     assert world.post("invalidate", {"user": 7}).json() == {"entries": 2}
     assert world.http.delete(f"{world.url}/v1/users/8").status_code == 200
     wait_until(lambda: [path.stem for path in files(world)] == ["9"])
@@ -173,8 +173,7 @@ def test_a_swap_fills_the_store_of_the_new_model_before_it_is_used(open_world, s
     world = open_world(mode="on", load=lambda folder, step: new)
     for user in (1, 2, 3):
         world.rank(user)
-    world.instance.engine.tiers.stored.flush()
-    assert len(files(world)) == 3
+    wait_until(lambda: len(files(world)) == 3)  # written after the replies
     assert admin(world, "swap", {"run": "new", "prefill_ms_per_s": 1e9}).status_code == 200
     for user in (1, 2, 3):
         found = world.rank(user)
