@@ -16,7 +16,7 @@ Record = dict[str, Any]
 # Keys of old records, and their names today. Records are never edited.
 _STORAGE = {"num_buckets", "tier", "files_folder", "buffer_bytes"}
 # Settings that old records of a model lack, and what they meant.
-_ADDED = {"scenarios": "", "instructions": "", "igr_texts": True, "past_scenarios": False}
+_ADDED = {"scenarios": "", "instructions": "", "igr_texts": True, "past_scenarios": False, "tied": False}
 RENAMED = {"q2i_spread": "q2i_variance", "q2i_apart": "q2i_orthogonality"}
 
 

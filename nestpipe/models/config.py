@@ -139,6 +139,8 @@ class EncDecConfig:
     prefix_vectors: int = 0
     """Hashed output vectors per id prefix, in addition to those of codes, at each level but the first; 0: none. A code can then
     mean something else after each prefix. Better on small catalogues, at the cost of as many dense rows."""
+    tied: bool = False
+    """Read the items of a history by the vectors that score their codes and prefixes, instead of by vectors of their own."""
     beam: int = 50
     """Beam width; evaluation lists cannot be longer."""
 

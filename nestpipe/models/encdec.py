@@ -82,7 +82,8 @@ class EncDec(nn.Module):
         if config.user_rows:
             tables.append(TableSpec(name="user", dim=dim))
         self.tables: tuple[TableSpec, ...] = tuple(tables)
-        self.codes = nn.ParameterList(torch.empty(size, dim).normal_(std=0.02) for size in ids.sizes)
+        own = () if config.tied else ids.sizes
+        self.codes = nn.ParameterList(torch.empty(size, dim).normal_(std=0.02) for size in own)
         self.behaviour = nn.Parameter(torch.empty(len(config.behaviour_weights), dim).normal_(std=0.02))
         self.encoder = SASRec(
             SASRecConfig(
@@ -204,9 +205,12 @@ class EncDec(nn.Module):
             return scores
         query = hidden.index_select(0, places // scores.shape[1])
         vectors = self.prefixes[level - 1]
-        rows = self.put(mix64_(self.ids.prefixes(level, children)).remainder_(len(vectors)))
-        added = (query * F.embedding(rows, vectors)).sum(1)
+        added = (query * F.embedding(self._prefix_rows(level, children), vectors)).sum(1)
         return scores.flatten().index_add(0, places, added).view_as(scores)
+
+    def _prefix_rows(self, level: int, nodes: Tensor) -> Tensor:
+        """Rows of the prefix vectors of nodes of a level, where the weights are; `nodes` on the host."""
+        return self.put(mix64_(self.ids.prefixes(level, nodes)).remainder_(len(self.prefixes[level - 1])))
 
     # Generation
 
@@ -278,9 +282,17 @@ class EncDec(nn.Module):
         )
 
     def _code_vectors(self, positions: Tensor) -> Tensor:
-        """Sums [n, D] of the code vectors of items, by catalogue position."""
+        """Sums [n, D] of the code vectors of items, by catalogue position; tied, also of the vectors of their prefixes."""
         codes = self.put(self.ids.item_codes.index_select(0, positions))
-        return torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
+        tables = [head.weight for head in self.heads] if self.config.tied else self.codes
+        vectors = [F.embedding(codes[:, level], one) for level, one in enumerate(tables)]
+        if self.config.tied and self.config.prefix_vectors:
+            nodes = self.ids.item_nodes.index_select(0, positions)
+            vectors += [
+                F.embedding(self._prefix_rows(level, nodes[:, level]), one)
+                for level, one in enumerate(self.prefixes, 1)
+            ]
+        return torch.stack(vectors).sum(0)
 
     def _item_vectors(self, rows: Rows | None, ids: Tensor) -> Tensor:
         """Item vectors [n, D]: the sum of their code vectors, plus their own rows."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import ArrivedGrads
-from nestpipe.ops.device_memory import address
+from nestpipe.embedding.skipped_steps import SkippedSteps
+from nestpipe.ops.device_memory import address, download
 from tests.fake_accelerator import accelerator
 from tests.fake_accelerator.device_generation import train_generation
 from tests.fake_accelerator.device_training import Content, DeviceCase, train_ranking, train_retrieval, train_toy
@@ -92,6 +94,29 @@ def test_a_device_smaller_than_the_table() -> None:
 def test_a_window_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(RanksError, match=r"TrainError: the batches in flight use .* Set --embedding.device-bytes"):
         run_on_fake(1, train_toy, replace(EVICTING, device_bytes=52 * 12))
+
+
+def _uploads_of_skipped_steps(world: World) -> None:
+    steps = SkippedSteps(OptimizerConfig(optimizer="adam", beta1=0.5), torch.float32)
+    uploads = []
+    for number in range(80):
+        steps.record(number, 1e-3)
+        missed = steps.at(number + 1)
+        uploads.append((missed, missed.on(world.device)))
+        with torch.Stream(device=world.device) as other:
+            on_other = missed.on(world.device)
+            assert on_other is uploads[-1][1]
+            on_other.recent.add(1)  # the fake sees it if this does not wait for the upload
+        other.synchronize()
+    assert uploads[-1][0].num_settled > uploads[-9][0].num_settled > 0
+    for missed, on_device in uploads:  # those before the table grew keep theirs
+        assert len(on_device.settled) == missed.num_settled
+        for name in ("settled", "recent", "rates", "powers"):
+            assert torch.equal(download(getattr(on_device, name)), getattr(missed, name))
+
+
+def test_skipped_steps_are_uploaded_once_and_grow() -> None:
+    run_on_fake(1, _uploads_of_skipped_steps, delay_us=50)
 
 
 def _given_to_native_code(world: World) -> str:

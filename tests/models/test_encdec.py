@@ -77,10 +77,11 @@ def losses_of(model, batch, rng=None):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
-    ("user_rows", "softmax", "prefixes"), [(False, "legal", 0), (True, "full", 0), (False, "legal", 7)]
+    ("user_rows", "softmax", "prefixes", "tied"),
+    [(False, "legal", 0, False), (True, "full", 0, True), (False, "legal", 7, False), (False, "legal", 7, True)],
 )
-def test_the_search_gives_every_item_the_probability_it_was_trained_with(placement, user_rows, softmax, prefixes):
-    model = model_of(placement=placement, user_rows=user_rows, softmax=softmax, prefix_vectors=prefixes)
+def test_the_search_gives_every_item_the_probability_it_was_trained_with(placement, user_rows, softmax, prefixes, tied):
+    model = model_of(placement=placement, user_rows=user_rows, softmax=softmax, prefix_vectors=prefixes, tied=tied)
     for vectors in model.prefixes:
         torch.nn.init.normal_(vectors)
     instruction = {"scenario": 1, "trigger": 4, "reasoning": 0.5}
@@ -182,6 +183,21 @@ def test_a_prefix_has_a_vector_that_counts_only_after_it():
     moved = (losses_of(model, batch) != plain).nonzero().tolist()
     asked = (TRIE.item_nodes[targets, 0] == TRIE.item_nodes[9, 0]).nonzero().flatten().tolist()
     assert moved == [[place, 1] for place in asked]
+
+
+def test_tied_items_are_read_by_the_vectors_that_score_them():
+    model, places = model_of(prefix_vectors=64, tied=True), torch.tensor([3, 0, 19])
+    for vectors in model.prefixes:
+        torch.nn.init.normal_(vectors)
+    assert not len(model.codes)
+    scores, state = torch.zeros(3, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    for level, head in enumerate(model.heads):
+        hidden, nodes = state.expand(3, -1), TRIE.item_nodes[places, level]
+        flat = torch.arange(3) * SIZES[level] + TRIE.item_codes[places, level]
+        added = model.with_prefixes(head(hidden), hidden, level, nodes, flat).flatten()[flat]
+        scores += added - head.bias[TRIE.item_codes[places, level]]
+    read = model.item_vectors(torch.zeros(20, 8, dtype=torch.float64))[places]
+    torch.testing.assert_close(read @ state, scores)
 
 
 def test_smoothing_spreads_over_legal_codes_only():
