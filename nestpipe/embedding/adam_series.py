@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from nestpipe.embedding.config import OptimizerConfig
+from nestpipe.embedding.series_kernels import Floats, advance_natively
 
 ORDER = 8  # of the series; kOrder in adam.cpp
 SHORT = 4  # terms of the short series; kShort in adam.cpp
@@ -33,7 +34,6 @@ _SHORT_TOLERANCE = 1e-7
 _OWN_CENTRE = 256  # entries with a centre each; later, where q_k change slowly, so many have one:
 _SAME_CENTRE = 16
 _LARGEST_SHORT = 0.02  # of eps / σ
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,35 +42,33 @@ class Entries:
 
     step: int
     seen: npt.NDArray[np.int64]  # [n]
-    centre: Floats  # [n]
-    keep: Floats  # [n]
-    sums: Floats  # [NUM_SUMS, n]: D, then E
+    state: Floats  # [ENTRY, n]: centre, keep, D, E
 
     @staticmethod
     def empty(config: OptimizerConfig, first: int, last: int, step: int) -> Entries:
-        num = last - first
-        centres = np.array([_centre(config.beta1, config.beta2, seen) for seen in range(first, last)], dtype=np.float64)
-        return Entries(step, np.arange(first, last), centres, np.ones(num), np.zeros((NUM_SUMS, num)))
+        state = np.zeros((ENTRY, last - first))
+        state[0] = [_centre(config.beta1, config.beta2, seen) for seen in range(first, last)]
+        state[1] = 1
+        return Entries(step, np.arange(first, last), state)
 
     def cut(self, begin: int, end: int) -> Entries:
         """A range, in the same memory."""
-        own = slice(begin, end)
-        return Entries(self.step, self.seen[own], self.centre[own], self.keep[own], self.sums[:, own])
+        return Entries(self.step, self.seen[begin:end], self.state[:, begin:end])
 
-    def advance(self, rates: Floats, config: OptimizerConfig, most: int) -> Entries:
+    def advance(self, rates: Floats, config: OptimizerConfig, most: int, *, native: bool | None = None) -> Entries:
         """One step further: an entry more, for the rows that the batch `step` has updated, and the newest `most` of them."""
-        begin = max(len(self.seen) + 1 - most, 0)
+        begin, step = max(len(self.seen) + 1 - most, 0), self.step + 1
         num = len(self.seen) - begin
-        new = Entries(
-            self.step + 1,
-            np.arange(self.step - num, self.step + 1),
-            np.empty(num + 1),
-            np.ones(num + 1),
-            np.zeros((NUM_SUMS, num + 1)),
-        )
-        new.centre[:num], new.centre[num] = self.centre[begin:], _centre(config.beta1, config.beta2, self.step)
-        new.keep[:num], new.sums[:, :num] = self.keep[begin:], self.sums[:, begin:]
-        new.add(rates, config, new.step)
+        seen, centre = np.arange(self.step - num, step), _centre(config.beta1, config.beta2, self.step)
+        if native is None or native:
+            powers, lr = (_powers(config.beta1, step + 1), _powers(config.beta2, step + 1)), float(rates[step - 1])
+            state = advance_natively(self.state, begin, centre, powers, step, lr, config.weight_decay)
+            if state is not None:
+                return Entries(step, seen, state)
+        new = Entries(step, seen, np.zeros((ENTRY, num + 1)))
+        new.state[:, :num] = self.state[:, begin:]
+        new.state[:2, num] = centre, 1
+        new.add(rates, config, step)
         return new
 
     def add(self, rates: Floats, config: OptimizerConfig, step: int | npt.NDArray[np.int64]) -> None:
@@ -79,10 +77,9 @@ class Entries:
             return
         most = (step if isinstance(step, int) else int(step[-1])) + 1
         decays, fades = _powers(config.beta1, most), _powers(config.beta2, most)
-        lr, num = rates[step - 1], step - self.seen
+        lr, num, centre = rates[step - 1], step - self.seen, self.state[0]
         q = np.sqrt(fades[num] / (1 - fades[step]))
-        above = q + self.centre
-        z = (q - self.centre) / above
+        z = (q - centre) / (q + centre)
         terms = np.empty((NUM_SUMS, len(q)))
         moved = lr * decays[num] / (1 - decays[step])
         np.multiply(moved, 1 - z, out=terms[0])
@@ -92,16 +89,12 @@ class Entries:
         for j in range(ORDER + 1, NUM_SUMS - 1):
             np.divide(terms[j], q, out=terms[j + 1])
         if config.weight_decay:
-            keep = 1 - lr * config.weight_decay
-            self.keep *= keep
-            self.sums *= keep
-        self.sums += terms
+            self.state[1:] *= 1 - lr * config.weight_decay
+        self.state[2:] += terms
 
     def table(self) -> npt.NDArray[np.float32]:
         """[n, ENTRY]"""
-        entries = np.empty((len(self.seen), ENTRY), dtype=np.float32)
-        entries[:, 0], entries[:, 1], entries[:, 2:] = self.centre, self.keep, self.sums.T
-        return entries
+        return np.ascontiguousarray(self.state.T, dtype=np.float32)
 
 
 def horizon(config: OptimizerConfig, cut: float) -> int:

@@ -16,18 +16,21 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.adam_series import CUT, ENTRY, NEVER, Entries, Floats, first_series, horizon, short_square
+from nestpipe.embedding.adam_series import CUT, ENTRY, NEVER, Entries, first_series, horizon, short_square
 from nestpipe.embedding.config import OptimizerConfig
-from nestpipe.ops.device_memory import upload
+from nestpipe.embedding.series_kernels import Floats
+from nestpipe.ops.device_memory import upload, used_here
 
 _MAX_CACHED = 16  # batches in flight, and a few more
 _BLOCK = 1 << 14  # entries computed at a time
+_TABLES = ("settled", "recent", "late", "rates", "keeps", "powers", "corrections")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,25 +49,24 @@ class MissedSteps:
     horizon: int
     first_series: int
     short_square: float  # second moments from this on: the short series
+    _uploaded: dict[torch.device, tuple[MissedSteps, torch.Event]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_settled(self) -> int:
         return max(self.step - self.horizon, 0)
 
     def on(self, device: torch.device) -> MissedSteps:
-        """The same on a device."""
+        """The same on a device, uploaded at the first call; any stream may use it."""
         if device.type == self.settled.device.type:
             return self
-        return replace(
-            self,
-            settled=upload(self.settled, device),
-            recent=upload(self.recent, device),
-            late=upload(self.late, device),
-            rates=upload(self.rates, device),
-            keeps=upload(self.keeps, device),
-            powers=upload(self.powers, device),
-            corrections=upload(self.corrections, device),
-        )
+        if device not in self._uploaded:
+            copies: dict[str, Any] = {name: upload(getattr(self, name), device) for name in _TABLES}
+            uploaded = replace(self, **copies), torch.accelerator.current_stream().record_event()
+            self._uploaded.setdefault(device, uploaded)
+        found, done = self._uploaded[device]
+        torch.accelerator.current_stream().wait_event(done)
+        used_here(*(getattr(found, name) for name in _TABLES))  # freed when the batch is forgotten
+        return found
 
 
 class SkippedSteps:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nestpipe.embedding import row_adam, row_optimizer
+from nestpipe.embedding.adam_series import Entries
 from nestpipe.embedding.config import EmbeddingConfig, OptimizerConfig
 from nestpipe.embedding.row_adam import SEEN, Adam
 from nestpipe.embedding.row_optimizer import gather_slots, update_slots
@@ -135,6 +136,20 @@ def test_native_has_the_bits_of_torch_and_a_resumed_run_those_of_both(betas, wei
             assert torch.equal(reads[0], reads[2])
     for name, values in contents[0][1].items():
         assert torch.equal(values, contents[1][1][name])
+
+
+@pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.999), 0.0), ((0.8, 0.98), 0.3), ((0.0, 0.98), 0.0)])
+def test_native_series_have_the_bits_of_numpy(betas, weight_decay):
+    """While entries are added, and once the oldest one leaves with every batch."""
+    config = OptimizerConfig(optimizer="adam", beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    rates = np.array([rate(number) for number in range(90)])
+    natively = in_numpy = Entries.empty(config, 0, 0, 0)
+    for _ in rates:
+        natively = natively.advance(rates, config, 40)
+        in_numpy = in_numpy.advance(rates, config, 40, native=False)
+        assert natively.step == in_numpy.step
+        assert np.array_equal(natively.seen, in_numpy.seen)
+        assert natively.state.tobytes() == in_numpy.state.tobytes()
 
 
 def test_the_series_equals_the_steps_one_by_one():
