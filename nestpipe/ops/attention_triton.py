@@ -41,26 +41,37 @@ class LaunchOptions(NamedTuple):
         return {**options, "maxnreg": self.registers} if is_nvidia and self.registers else options
 
 
-def _widths(narrow: LaunchOptions, at_128: LaunchOptions, at_256: LaunchOptions) -> dict[int, LaunchOptions]:
-    return {16: narrow, 32: narrow, 64: narrow, 128: at_128, 256: at_256}
+def _widths(
+    narrow: LaunchOptions,
+    at_128: LaunchOptions,
+    at_256: LaunchOptions,
+    *,
+    at_32: LaunchOptions | None = None,
+    at_64: LaunchOptions | None = None,
+) -> dict[int, LaunchOptions]:
+    return {16: narrow, 32: at_32 or narrow, 64: at_64 or narrow, 128: at_128, 256: at_256}
 
 
 # Nothing can be timed without a GPU. These are the largest blocks, and the fewest warps, that compile without spills for
 # sm_80, sm_90 and gfx942 (tests/ops/test_attention_compiled.py). Products of float32 are unrolled, which takes registers,
 # so their blocks are smaller and their threads more. Without a limit of registers, or with one that is too close, ptxas
-# spills some bytes to run more blocks at once: a limit is here because it was tried.
-_WIDE = LaunchOptions(16, 32, 16, 128)
+# spills some bytes to run more blocks at once: a limit is here because it was tried. ptxas also spills some bytes when it
+# uses all registers that a limit allows, so what helps is a kernel that stays below: with 4 warps float32 takes 152.
+_FOUR_WARPS, _WIDE = LaunchOptions(16, 32, 4, 255), LaunchOptions(16, 32, 16, 128)
 _HALF, _HALF_WIDE = LaunchOptions(32, 256, 4, 255), LaunchOptions(32, 64, 8, 255)
 LAUNCH: dict[tuple[str, torch.dtype], dict[int, LaunchOptions]] = {
     ("forward", torch.float32): _widths(LaunchOptions(32, 32, 8, 192), _WIDE, _WIDE),
     ("bias_channels", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
-    ("query_grads", torch.float32): {
-        **_widths(LaunchOptions(32, 32, 8, 192), LaunchOptions(16, 32, 8, None), _WIDE),
-        32: LaunchOptions(16, 32, 8, None),
-    },
-    ("key_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE),
+    ("query_grads", torch.float32): _widths(
+        LaunchOptions(32, 32, 8, 192), _FOUR_WARPS, _WIDE, at_32=LaunchOptions(16, 32, 8, 192)
+    ),
+    ("key_grads", torch.float32): _widths(
+        LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 16, None), _WIDE, at_64=_FOUR_WARPS
+    ),
     ("value_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 192), _WIDE, _WIDE),
-    ("bias_grads", torch.float32): _widths(LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 8, None), _WIDE),
+    ("bias_grads", torch.float32): _widths(
+        LaunchOptions(16, 32, 8, 255), LaunchOptions(16, 32, 8, None), _WIDE, at_64=_FOUR_WARPS
+    ),
     ("forward", torch.bfloat16): _widths(_HALF, LaunchOptions(32, 256, 8, 255), _HALF_WIDE),
     ("bias_channels", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
     ("query_grads", torch.bfloat16): _widths(_HALF, _HALF, _HALF_WIDE),
