@@ -57,8 +57,7 @@ class HitWorker {
       project(block);
       fill_biases(block);
       attended.zeros(num_rows * padded(gates));
-      if (first == 0 && r->num_events) attend_event(number);
-      attend_candidates(number);
+      attend(number, first == 0 && r->num_events);
       finish(block, first);
     }
     score();
@@ -70,7 +69,8 @@ class HitWorker {
   int64_t D = 0, V = 0, H = 0, C = 0, Dp = 0, Vp = 0;
   int64_t values = 0, dim = 0, gates = 0, projected = 0, num_rows = 0, history = 0;
   Room x, normed, own, attended, hidden, gate_rows;
-  Room panels, scores, outs, flat, position, time, event_position, event_scores, shared;
+  Room panels, scores, outs, flat, position, time, shared;
+  Room weights, event_outs, event_position, event_shared;
   std::vector<uint8_t> buckets;
 
   static int64_t padded(int64_t width) { return round_up(width, kPadding); }
@@ -189,73 +189,45 @@ class HitWorker {
   // ---- attention ----
 
   // The channels of position and time: sums over the history that all queries with these biases share, [2, values].
-  void share_channels(const float* cached, const float* by_position, int64_t num_keys) {
-    shared.zeros(2 * values);
-    for (int64_t j = 0; j < num_keys; ++j) {
-      const float* v = j < r->num_cached ? cached + j * values : value(0);
-      const float p = by_position[j], t = *time.at(j);
-      float *first = shared.at(0), *second = shared.at(values);
-      for (int64_t i = 0; i < values; ++i) first[i] += p * v[i], second[i] += t * v[i];
-    }
+  void share_channels(const float* v, const float* by_position, const float* by_time, int64_t num_keys, float* sums) {
+    for (int64_t i = 0; i < num_keys; ++i, v += values)
+      for (int64_t column = 0; column < values; ++column) {
+        sums[column] += by_position[i] * v[column];
+        sums[values + column] += by_time[i] * v[column];
+      }
   }
 
   // Writes the channels of one row: content divided by the norm, then position and time.
-  void write(int64_t row, int64_t h, const float* content) {
+  void write(int64_t row, int64_t h, const float* content, Room& channels) {
     const float factor = static_cast<float>(1.0 / a->norm);
     for (int64_t i = 0; i < V; ++i) to(row)[h * V + i] = content[i] * factor;
     if (C == 1) return;
     for (int64_t i = h * V; i < (h + 1) * V; ++i) {
-      to(row)[values + i] = *shared.at(i);
-      to(row)[2 * values + i] = *shared.at(values + i);
+      to(row)[values + i] = *channels.at(i);
+      to(row)[2 * values + i] = *channels.at(values + i);
     }
   }
 
-  // The event, which sees the cached rows and itself: one query, so a score is a product of two rows.
-  void attend_event(int64_t number) {
-    const float *k = r->keys[number], *v = r->values[number];
-    event_scores.reserve(history + kWidth), outs.reserve(Vp);
-    if (C > 1) share_channels(v, event_position.at(0), history);
-    for (int64_t h = 0; h < H; ++h) {
-      const float* q = query(0) + h * D;
-      for (int64_t j = 0; j < history; ++j) {
-        const float* other = (j < r->num_cached ? k + j * H * D : key(0)) + h * D;
-        Floats sums{};
-        int64_t i = 0;
-        for (; i + kWidth <= D; i += kWidth) sums = fma(load(q + i), load(other + i), sums);
-        float dot = sum_pairs(sums);
-        for (; i < D; ++i) dot += q[i] * other[i];
-        *event_scores.at(j) = dot + (C == 1 ? *event_position.at(j) : 0.0f);
-      }
-      for (int64_t j = 0; j < history; j += kWidth) store(event_scores.at(j), silu(load(event_scores.at(j))));
-      std::fill_n(outs.at(0), V, 0.0f);
-      for (int64_t j = 0; j < history; ++j) {
-        const float *one = (j < r->num_cached ? v + j * values : value(0)) + h * V, weight = *event_scores.at(j);
-        float* sums = outs.at(0);
-        for (int64_t i = 0; i < V; ++i) sums[i] += weight * one[i];
-      }
-      write(0, h, outs.at(0));
-    }
-  }
-
-  void attend_candidates(int64_t number) {
+  // All candidates, and the event unless nothing reads it any more. They share each tile of keys and values while it is in
+  // the first-level cache: histories are longer than the second.
+  void attend(int64_t number, bool with_event) {
     const int64_t count = r->num_candidates, first = r->num_events, wide = round_up(count, kPanel);
     const float *k = r->keys[number], *v = r->values[number];
-    panels.reserve(H * wide * Dp), outs.zeros(H * count * Vp);
-    scores.reserve(kKeyTile * kQueryTile), flat.reserve(kKeyTile * Vp);
+    panels.reserve(H * wide * Dp), outs.zeros(H * count * Vp), event_outs.zeros(H * Vp);
+    scores.reserve(kKeyTile * kQueryTile), flat.reserve(kKeyTile * Vp), weights.reserve(kKeyTile);
+    if (C > 1) shared.zeros(2 * values), event_shared.zeros(2 * values);
     for (int64_t h = 0; h < H; ++h)
       for (int64_t i = 0; i < count; i += kPanel)
         make_panel(query(first + i) + h * D, projected, std::min<int64_t>(kPanel, count - i), D,
                    panels.at((h * wide + i) * Dp));
     for (int64_t j = 0; j < r->num_cached; j += kKeyTile)
-      for (int64_t h = 0; h < H; ++h)
-        add_keys(h, k + (j * H + h) * D, v + (j * H + h) * V, values, position.at(j), std::min(kKeyTile, r->num_cached - j));
-    for (int64_t h = 0; first && h < H; ++h)
-      add_keys(h, key(0) + h * D, value(0) + h * V, values, position.at(r->num_cached), 1);
-    if (C > 1) share_channels(v, position.at(0), history);
+      add_keys(k + j * H * D, v + j * values, values, j, std::min(kKeyTile, r->num_cached - j), with_event);
+    if (first) add_keys(key(0), value(0), values, r->num_cached, 1, with_event);
+    for (int64_t h = 0; with_event && h < H; ++h) write(0, h, event_outs.at(h * Vp), event_shared);
     for (int64_t row = 0; row < count; ++row)
       for (int64_t h = 0; h < H; ++h) {
         add_self(first + row, h, outs.at((h * count + row) * Vp));
-        write(first + row, h, outs.at((h * count + row) * Vp));
+        write(first + row, h, outs.at((h * count + row) * Vp), shared);
         for (int64_t i = h * V; C > 1 && i < (h + 1) * V; ++i) {
           to(first + row)[values + i] += self_position * value(first + row)[i];
           to(first + row)[2 * values + i] += self_time * value(first + row)[i];
@@ -263,31 +235,52 @@ class HitWorker {
       }
   }
 
-  // Adds some keys of the history, and their values, to the sums of all candidates of a head.
-  void add_keys(int64_t h, const float* k, const float* v, int64_t v_row, const float* bias, int64_t num_keys) {
-    const int64_t count = r->num_candidates, panel = Dp * kPanel;
-    if (V % kWidth) {  // products read whole vectors
-      for (int64_t j = 0; j < num_keys; ++j) {
-        std::copy_n(v + j * v_row, V, flat.at(j * Vp));
-        std::fill_n(flat.at(j * Vp) + V, Vp - V, 0.0f);
+  // Adds some keys of the history from the j-th on, and their values, to the sums of all queries.
+  void add_keys(const float* k, const float* v, int64_t v_row, int64_t j, int64_t num_keys, bool with_event) {
+    if (C > 1) share_channels(v, position.at(j), time.at(j), num_keys, shared.at(0));
+    if (C > 1 && with_event) share_channels(v, event_position.at(j), time.at(j), num_keys, event_shared.at(0));
+    for (int64_t h = 0; h < H; ++h, k += D, v += V) {
+      Right right{v, v_row, kPanel};
+      if (V % kWidth) {  // products read whole vectors
+        for (int64_t i = 0; i < num_keys; ++i) {
+          std::copy_n(v + i * v_row, V, flat.at(i * Vp));
+          std::fill_n(flat.at(i * Vp) + V, Vp - V, 0.0f);
+        }
+        right = {flat.at(0), Vp, kPanel};
       }
-      v = flat.at(0), v_row = Vp;
+      if (with_event) add_to_event(h, k, right, C == 1 ? event_position.at(j) : nullptr, num_keys);
+      add_to_candidates(h, k, right, C == 1 ? position.at(j) : nullptr, num_keys);
     }
+  }
+
+  // The event is one query, so a score is a product of two rows.
+  void add_to_event(int64_t h, const float* k, Right v, const float* bias, int64_t num_keys) {
+    dots(num_keys, D, k, H * D, query(0) + h * D, bias, weights.at(0));
+    for (int64_t i = 0; i < num_keys; i += kWidth) store(weights.at(i), silu(load(weights.at(i))));
+    product_rows<1>(Vp, num_keys, Left{weights.at(0), 0, 1}, v, event_outs.at(h * Vp), Vp, true);
+  }
+
+  void add_to_candidates(int64_t h, const float* k, Right v, const float* bias, int64_t num_keys) {
+    const int64_t count = r->num_candidates, panel = Dp * kPanel;
     for (int64_t i = 0; i < count; i += kQueryTile) {
       const int64_t queries = std::min(kQueryTile, count - i), width = round_up(queries, kWidth);
       const float* q = panels.at((h * round_up(count, kPanel) + i) * Dp);
       int64_t j = 0, row = 0;
-      for (; j + kTall <= num_keys; j += kTall)
-        score_rows<kTall>(width, D, panel, k + j * H * D, H * D, q, C == 1 ? bias + j : nullptr, scores.at(j * kQueryTile));
+      for (; j + kTall <= num_keys; j += kTall) {
+        for (int64_t ahead = j + kKeyTile; i == 0 && ahead < j + kKeyTile + kTall; ++ahead) {
+          prefetch(k + ahead * H * D, D);
+          prefetch(v.data + ahead * v.row, V);
+        }
+        score_rows<kTall>(width, D, panel, k + j * H * D, H * D, q, bias ? bias + j : nullptr, scores.at(j * kQueryTile));
+      }
       for (; j < num_keys; j += kRows)
-        scores_of(std::min(kRows, num_keys - j), width, D, panel, k + j * H * D, H * D, q, C == 1 ? bias + j : nullptr,
+        scores_of(std::min(kRows, num_keys - j), width, D, panel, k + j * H * D, H * D, q, bias ? bias + j : nullptr,
                   scores.at(j * kQueryTile));
-      const Right right{v, v_row, kPanel};
+      float* sums = outs.at((h * count + i) * Vp);
       for (; row + kTall <= queries; row += kTall)
-        product_rows<kTall>(Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, right, outs.at((h * count + i + row) * Vp), Vp, true);
+        product_rows<kTall>(Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, v, sums + row * Vp, Vp, true);
       for (; row < queries; row += kRows)
-        product(std::min(kRows, queries - row), Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, right,
-                outs.at((h * count + i + row) * Vp), Vp, true);
+        product(std::min(kRows, queries - row), Vp, num_keys, Left{scores.at(row), 1, kQueryTile}, v, sums + row * Vp, Vp, true);
     }
   }
 
