@@ -87,6 +87,8 @@ class Jagged:
 
     def slice(self, begin: int, end: int) -> Jagged:
         """Rows begin … end - 1, without copying values."""
+        if self.max_len == 1 and len(self.values) == self.num_rows:  # one value each
+            return Jagged(self.values[begin:end], self.offsets[: end - begin + 1], 1)
         first, last = int(self.offsets[begin]), int(self.offsets[end])
         return Jagged(self.values[first:last], self.offsets[begin : end + 1] - first, self.max_len)
 

@@ -76,3 +76,14 @@ def test_batch_select_moves_every_feature_with_its_sample():
     assert lists(picked.event_features["tags"]) == [[3, 3, 3], [], [5], [1], [2, 2]]
     assert lists(picked.sample_features["age"]) == [[12], [10]]
     assert picked.sample_of_token().tolist() == [12, 12, 12, 10, 10]
+
+
+@pytest.mark.parametrize("rows", [[[4], [5], [6], [7]], [[], [5, 6], [], [7, 8]], [[4], [], [6], []], [[], [], [], []]])
+def test_a_slice_is_the_selection_of_its_rows(rows):
+    whole = Jagged.from_rows(rows)
+    for begin in range(5):
+        for end in range(begin, 5):
+            found, wanted = whole.slice(begin, end), whole.select(torch.arange(begin, end))
+            assert found.offsets.tolist() == wanted.offsets.tolist()
+            assert found.values.tolist() == wanted.values.tolist()
+            found.check("slice")

@@ -190,9 +190,12 @@ class MergeOrder:
 
 
 def is_among(wanted: Ints, known: Ints) -> NDArray[np.bool_]:
-    """Which wanted ids are among the known ones, which ascend; fast if few are wanted."""
+    """Which wanted ids are among the known ones, which ascend and are distinct; fast if few are wanted."""
     if not len(known):
         return np.zeros(len(wanted), np.bool_)
+    first, last = int(known[0]), int(known[-1])
+    if last - first == len(known) - 1:  # without gaps, as dictionaries number a catalogue
+        return np.asarray((wanted >= first) & (wanted <= last))
     places = np.searchsorted(known, wanted)
     return np.asarray(known[np.minimum(places, len(known) - 1)] == wanted)
 

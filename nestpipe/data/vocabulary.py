@@ -57,7 +57,9 @@ class Vocabulary:
         if self.encoding == "int64":
             if {*map(type, own)} == {int}:  # as requests have them, which are in range
                 with suppress(OverflowError):
-                    return np.array(own, np.int64), np.ones(len(own), np.bool_)
+                    numbers, known = np.array(own, np.int64), np.empty(len(own), np.bool_)
+                    known.fill(True)  # a third of the time of np.ones
+                    return numbers, known
             known = np.array([_is_int64(one) for one in own], np.bool_)
             return np.array(
                 [int(one) if is_int else 0 for one, is_int in zip(own, known, strict=True)], np.int64

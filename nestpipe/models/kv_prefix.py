@@ -20,6 +20,8 @@ from nestpipe.errors import PrefixError
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.ops.device_memory import download_all, upload
 
+_INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}  # by the bytes of a number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixKey:
@@ -92,9 +94,13 @@ class InputDigest:
 
     def then(self, batch: Batch, row: int) -> InputDigest:
         """The digest after the events of one sample."""
+        first, last = batch.items.offsets[row : row + 2].tolist()
+        return self.over(batch, first, last)
+
+    def over(self, batch: Batch, first: int, last: int) -> InputDigest:
+        """The digest after the events first .. last - 1 of a batch."""
         longer = InputDigest()
         longer._hash = self._hash.copy()
-        first, last = batch.items.offsets[row : row + 2].tolist()
         longer._hash.update(_records(batch, first, last).tobytes())
         return longer
 
@@ -129,21 +135,39 @@ def _is_same(a: Jagged | None, b: Jagged | None) -> bool:
 
 def _columns(batch: Batch) -> dict[str, Jagged]:
     """All that keys and values depend on, event by event."""
-    columns: dict[str, Jagged] = {"item": _singles(batch.items)}
-    if batch.times is not None and batch.query_times is not None:
-        columns |= {"time": _singles(batch.times), "query_time": _singles(batch.query_times)}
+    columns = {name: Jagged.singles(values) for name, values in _own_columns(batch).items()}
     return columns | dict(sorted(batch.event_features.items()))
 
 
+def _own_columns(batch: Batch) -> dict[str, Tensor]:
+    """Those with one value per event in every log."""
+    columns = {"item": batch.items.values}
+    if batch.times is not None and batch.query_times is not None:
+        columns |= {"time": batch.times.values, "query_time": batch.query_times.values}
+    return columns
+
+
 def _records(batch: Batch, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """All columns of the events first .. last - 1, event by event, as 64-bit words."""
+    """All columns of the events first .. last - 1, event by event, as 64-bit words: each value, or values, after their number.
+
+    Where every column has one value per event, as `_mixed_records` at a tenth of its cost.
+    """
+    columns = list(_own_columns(batch).values())
+    for _, one in sorted(batch.event_features.items()):
+        # No row is longer than `max_len`: as many values as rows are one per row.
+        if one.max_len != 1 or one.values.dim() != 1 or len(one.values) != one.num_rows:
+            return _mixed_records(batch, first, last)
+        columns.append(one.values)
+    out = np.ones((last - first, 2 * len(columns)), dtype=np.int64)
+    for number, column in enumerate(columns):
+        out[:, 2 * number + 1] = _words(column)[first:last]
+    return out
+
+
+def _mixed_records(batch: Batch, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`_records` for any number of values per event."""
     own = [one.slice(first, last) for one in _columns(batch).values()]
     bags = [(one.lengths().numpy(), _words(one.values)) for one in own]
-    if all(
-        len(words) == last - first and one.max_len == 1 and words.ndim == 1
-        for one, (_, words) in zip(own, bags, strict=True)
-    ):
-        return np.stack([column for lengths, words in bags for column in (lengths, words)], axis=1)  # one word each
     widths = [lengths * (words.shape[1] if words.ndim > 1 else 1) + 1 for lengths, words in bags]
     out = np.empty(int(sum(width.sum() for width in widths)), dtype=np.int64)
     total = np.sum(widths, axis=0) if last > first else np.zeros(0, dtype=np.int64)
@@ -156,14 +180,10 @@ def _records(batch: Batch, first: int, last: int) -> np.ndarray[Any, np.dtype[np
     return out
 
 
-def _singles(jagged: Jagged) -> Jagged:
-    return Jagged.singles(jagged.values)
-
-
 def _words(values: Tensor) -> np.ndarray[Any, Any]:
     """The values reinterpreted as integers."""
     array = values.numpy()
-    return array.view(np.int32) if array.dtype == np.float32 else array
+    return array.view(_INTEGERS[array.dtype.itemsize]) if array.dtype.kind == "f" else array
 
 
 def describe_statistics(statistics: Mapping[str, Any]) -> str:

@@ -98,6 +98,13 @@ class Ranker:
         keys = (self._key(prefix, row, digest) for row, digest in enumerate(digests))
         return prefix, Suffix(suffix, tuple(keys), digests)
 
+    def suffix_of(self, history: Batch) -> Suffix:
+        """`split` of one user without the prefix, which a request with a cached one never reads: the key from the whole history."""
+        num = len(history.items.values)
+        digest = InputDigest().over(history, 0, last := max(num - 1, 0))
+        key = self._named(int(history.sample_ids), last, digest)
+        return Suffix(_cut_sample(history, last, num), (key,), (digest,))
+
     def prefill(self, prefix: Batch) -> list[KVPrefix]:
         """The KV prefix of each user. `prefix` has all events but the last, each with the time of its next event."""
         return self._prefixes(self._run(prefix, [], None), prefix, [])
@@ -301,11 +308,14 @@ class Ranker:
 
     def _key(self, batch: Batch, row: int, digest: InputDigest, before: KVPrefix | None = None) -> PrefixKey:
         length = int(batch.items.lengths()[row]) + (before.key.length if before else 0)
+        return self._named(int(batch.sample_ids[row]), length, digest)
+
+    def _named(self, user: int, length: int, digest: InputDigest) -> PrefixKey:
         return PrefixKey(
             model=self._model_digest,
             weights=self._weights,
             schema=self._schema,
-            user=int(batch.sample_ids[row]),
+            user=user,
             digest=digest.text(),
             length=length,
             anchor=self.model.anchor(length + 1),
@@ -327,29 +337,36 @@ class Ranker:
 
 
 def cut_events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
-    """Events start .. end - 1 of each sample, for inference. Those of a single sample are contiguous and not copied."""
+    """Events start .. end - 1 of each sample, for inference."""
     if batch.num_samples == 1:
-        first, last = int(start), int(end)
-        offsets, longest = torch.tensor([0, last - first]), last - first
-    else:
-        lengths = end - start
-        index = ranges(batch.items.offsets[:-1] + start, lengths)
-        offsets, longest = offsets_of(lengths), int(lengths.max()) if len(lengths) else 0
+        return _cut_sample(batch, int(start), int(end))
+    lengths = end - start
+    index = ranges(batch.items.offsets[:-1] + start, lengths)
+    offsets, longest = offsets_of(lengths), int(lengths.max()) if len(lengths) else 0
+    return _cut(batch, lambda one: one.index_select(0, index), lambda one: one.select(index), offsets, longest)
 
-    def cut(jagged: Jagged) -> Jagged:
-        values = jagged.values
-        return Jagged(values[first:last] if batch.num_samples == 1 else values.index_select(0, index), offsets, longest)
 
-    def cut_feature(feature: Jagged) -> Jagged:
-        return feature.slice(first, last) if batch.num_samples == 1 else feature.select(index)
+def _cut_sample(batch: Batch, first: int, last: int) -> Batch:
+    """Events of the one sample, which are contiguous and not copied."""
+    offsets = torch.tensor([0, last - first])
+    return _cut(batch, lambda one: one[first:last], lambda one: one.slice(first, last), offsets, last - first)
 
+
+def _cut(
+    batch: Batch,
+    values: Callable[[Tensor], Tensor],
+    features: Callable[[Jagged], Jagged],
+    offsets: Tensor,
+    longest: int,
+) -> Batch:
+    times, asked = batch.times, batch.query_times
     return replace(
         batch,
-        items=cut(batch.items),
-        times=None if batch.times is None else cut(batch.times),
-        query_times=None if batch.query_times is None else cut(batch.query_times),
+        items=Jagged(values(batch.items.values), offsets, longest),
+        times=None if times is None else Jagged(values(times.values), offsets, longest),
+        query_times=None if asked is None else Jagged(values(asked.values), offsets, longest),
         targets=None,
-        event_features={name: cut_feature(one) for name, one in batch.event_features.items()},
+        event_features={name: features(one) for name, one in batch.event_features.items()},
         target_features={},
     )
 

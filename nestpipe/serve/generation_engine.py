@@ -15,7 +15,7 @@ import heapq
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -123,7 +123,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'instruction', value)
         self._queue: list[GenerationRequest] = []  # a heap by deadline
-        self._evictable: deque[PrefixKey] = deque()  # used memories, to demote to the host
+        self._evictable = OrderedDict[PrefixKey, None]()  # used memories, to demote to the host, oldest first
         self._swept_at, self._num_removals = -math.inf, histories.num_removals
 
     # From any thread.
@@ -258,7 +258,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         memory = self.cache.pin(key, job)
         if memory is not None:
             self.cache.unpin(key, job, consumed=True)
-            self._mark_evictable(key)
+            self._evictable.setdefault(key)
             return memory, "hit_device" if path == "full" else path  # encoded for another request of the batch
         is_cached = not plan.choice.is_degraded and self.cache.peek_state(key) is None
         lease = self.cache.reserve(key, user=job.user, num_bytes=served.num_bytes(inputs)) if is_cached else None
@@ -272,12 +272,8 @@ class Generator(VersionedWorker[GenerativeVersion]):
         costs.observe(1000 * (time.perf_counter() - began), costs.encode(inputs.num_events))
         if lease is not None:
             self.cache.finish(lease, memory)
-            self._mark_evictable(key)
+            self._evictable.setdefault(key)
         return memory, "full" if path in {"hit_device", "hit_host"} else path
-
-    def _mark_evictable(self, key: PrefixKey) -> None:
-        if key not in self._evictable:
-            self._evictable.append(key)
 
     def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
         """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
@@ -369,6 +365,6 @@ class Generator(VersionedWorker[GenerativeVersion]):
 
     def _demote(self) -> bool:
         while self._evictable:
-            if self.cache.demote(self._evictable.popleft()):
+            if self.cache.demote(self._evictable.popitem(last=False)[0]):
                 return True
         return False

@@ -100,10 +100,9 @@ class ServiceIds:
             for place in np.flatnonzero(~known).tolist():
                 if (number := self._living.ids.number_of("item", str(own[place]))) is not None:
                     numbers[place], known[place] = number, True
-        places = np.minimum(np.searchsorted(catalogue, numbers), len(catalogue) - 1)
-        has = catalogue[places] == numbers
+        has = is_among(numbers, catalogue)
         known &= has if grown is None or not len(grown) else has | is_among(numbers, grown)
-        if known.all():
+        if np.count_nonzero(known) == len(known):  # `all` costs twice as much
             return numbers, []
         return numbers[known], [one for one, is_known in zip(own, known.tolist(), strict=True) if not is_known]
 

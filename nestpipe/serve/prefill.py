@@ -41,19 +41,17 @@ class HistoryInputs:
         self._earlier = earlier if earlier is not None and earlier.served is served else None
 
     @cached_property
-    def _parts(self) -> tuple[Batch, Suffix]:
+    def prefix(self) -> Batch:
+        """All events but the last, without a digest: a request with a cached prefix does not read it."""
+        last = torch.tensor([max(self.num_events - 1, 0)])
+        return cut_events(self.history, torch.zeros_like(last), last)
+
+    @cached_property
+    def suffix(self) -> Suffix:
         earlier, self._earlier = self._earlier, None
         if earlier is not None and same_events(earlier.history, self.history):
-            return earlier.prefix, earlier.suffix.at(self.history)
-        return self.served.ranker.split(self.history)
-
-    @property
-    def prefix(self) -> Batch:
-        return self._parts[0]
-
-    @property
-    def suffix(self) -> Suffix:
-        return self._parts[1]
+            return earlier.suffix.at(self.history)
+        return self.served.ranker.suffix_of(self.history)
 
     @property
     def key(self) -> PrefixKey:

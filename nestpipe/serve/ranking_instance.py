@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
 
+import numpy as np
 from msgspec.structs import replace
 
 from nestpipe.data.folder_merge import is_among
@@ -75,7 +76,7 @@ class RankingInstance(RecommendingInstance):
         ticket = self._ticket(request, user)
         items, unknown = ids.items(request.candidates)
         is_known, withdrawn = self._known(user).has(items), self._withdrawn()
-        if not is_known.all():
+        if np.count_nonzero(is_known) < len(is_known):
             unknown, items = unknown + ids.own_items(items[~is_known]), items[is_known]
         if len(withdrawn):
             items = items[~is_among(items, withdrawn)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -27,6 +27,7 @@ _log = logging.getLogger("nestpipe.serve")
 
 Path = Literal["hit_device", "join", "hit_host", "extend", "hit_store", "full", "shorter", "fallback"]
 HITS = frozenset({"hit_device", "join", "hit_host", "extend", "hit_store"})
+_IN_WORK = frozenset({EntryState.RESERVED, EntryState.COMPUTING})  # of a prefill, which may be joined
 _LEAST_MS = 1e-3  # of a request whose cost is unknown
 DEGRADED = frozenset({"shorter", "fallback"})
 
@@ -150,29 +151,49 @@ def choose(
     not started is not joined: full inference computes the same prefix, and completes the prefill. `stored` is the number of
     events of a prefix on disk, or of one that is being read for a prefill; its cost is that of the slowest reads.
     """
-    full_ms = costs.usual_ms("full", num_events, num_candidates)
-    if state is None and not begun and not stored and full_ms <= slack_ms:  # as of most users
-        return RankingPath("full", full_ms)
-    hit_ms = costs.usual_ms("hit", num_events, num_candidates)
-    rest_ms, copy_ms = costs.rest_ms(num_events, num_candidates, before=begun), costs.copy_ms(num_bytes)
-    in_work = state in {EntryState.RESERVED, EntryState.COMPUTING}
-    stored_ms = costs.read_ms(stored) + costs.rest_ms(num_events, num_candidates, before=stored)
-    paths: tuple[tuple[Path, bool, float], ...] = (
-        ("hit_device", state in {EntryState.READY, EntryState.PINNED}, hit_ms),
-        ("join", in_work and begun > 0, rest_ms),
-        ("join", in_work and stored > 0 and stored_ms <= full_ms, stored_ms),
-        ("hit_host", state == EntryState.HOST and copy_ms < costs.usual_ms("pre", num_events), copy_ms + hit_ms),
-        ("extend", state is None and begun > 0 and rest_ms <= full_ms, rest_ms),
-        ("hit_store", state is None and stored > 0 and stored_ms <= full_ms, stored_ms),
-        ("full", True, full_ms),
+    paths = _open_paths(
+        costs,
+        state=state,
+        num_events=num_events,
+        num_candidates=num_candidates,
+        num_bytes=num_bytes,
+        begun=begun,
+        block=block,
+        stored=stored,
     )
-    for path, is_open, cost_ms in paths:
-        if is_open and cost_ms <= slack_ms:
-            return RankingPath(path, cost_ms)
+    return next((one for one in paths if one.cost_ms <= slack_ms), RankingPath("fallback", 0.0))
+
+
+def _open_paths(
+    costs: RankingCosts,
+    *,
+    state: EntryState | None,
+    num_events: int,
+    num_candidates: int,
+    num_bytes: int,
+    begun: int,
+    block: int,
+    stored: int,
+) -> Iterator[RankingPath]:
+    """The paths of a request, best first. Each cost is computed when it is its turn: most requests take the first path."""
+    if state in {EntryState.READY, EntryState.PINNED}:
+        yield RankingPath("hit_device", costs.usual_ms("hit", num_events, num_candidates))
+    if state == EntryState.HOST and (copy_ms := costs.copy_ms(num_bytes)) < costs.usual_ms("pre", num_events):
+        yield RankingPath("hit_host", copy_ms + costs.usual_ms("hit", num_events, num_candidates))
+    full_ms, is_in_work = costs.usual_ms("full", num_events, num_candidates), state in _IN_WORK
+    if begun and (is_in_work or state is None):
+        rest_ms = costs.rest_ms(num_events, num_candidates, before=begun)
+        if is_in_work:
+            yield RankingPath("join", rest_ms)
+        elif rest_ms <= full_ms:
+            yield RankingPath("extend", rest_ms)
+    if stored and (is_in_work or state is None):
+        stored_ms = costs.read_ms(stored) + costs.rest_ms(num_events, num_candidates, before=stored)
+        if stored_ms <= full_ms:
+            yield RankingPath("join" if is_in_work else "hit_store", stored_ms)
+    yield RankingPath("full", full_ms)
     for kept in range(num_events - block, 0, -block):
-        if (cost_ms := costs.usual_ms("full", kept, num_candidates)) <= slack_ms:
-            return RankingPath("shorter", cost_ms, kept)
-    return RankingPath("fallback", 0.0)
+        yield RankingPath("shorter", costs.usual_ms("full", kept, num_candidates), kept)
 
 
 @dataclass(slots=True, eq=False)

@@ -77,7 +77,7 @@ class StoredPrefixes:
 
     def offer(self, inputs: HistoryInputs, prefix: KVPrefix, *, since: int) -> bool:
         """Writes the prefix of a history if enough of it is not stored; False if not, or if too many wait."""
-        if not self.is_behind(inputs.served, inputs.user, inputs.num_events):
+        if not self.is_behind(inputs.served, prefix.key.user, inputs.num_events):
             return False
         if self.is_busy:
             return False

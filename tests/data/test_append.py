@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from nestpipe.data import append
 from nestpipe.data.append import append_log
-from nestpipe.data.folder_merge import first_after, merge_events
+from nestpipe.data.folder_merge import first_after, is_among, merge_events
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Encoding, Feature, Schema
@@ -300,3 +300,10 @@ def test_a_killed_append_is_all_or_nothing(tmp_path: Path, spot: str) -> None:
         extend(tmp_path / "own", paths[1])
         assert contents(tmp_path / "own") == contents(tmp_path / "whole")
     assert [path.name for path in tmp_path.glob(".own*")] == []
+
+
+@pytest.mark.parametrize("known", [[], [7], [3, 4, 5, 6], [3, 5, 6], [-(2**63), 2**63 - 1], [3, 4, 6, 7]])
+def test_is_among_equals_a_plain_search(known):
+    wanted = np.array([*range(-2, 9), -(2**63), 2**63 - 1], np.int64)
+    found = is_among(wanted, np.array(known, np.int64))
+    assert found.tolist() == [one in known for one in wanted.tolist()]

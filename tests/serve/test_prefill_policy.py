@@ -8,7 +8,7 @@ import pytest
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit
-from nestpipe.serve.prefill_policy import InstanceLoad, TokenBucket, decide, decide_early, helps_nobody
+from nestpipe.serve.prefill_policy import InstanceLoad, RankingCosts, TokenBucket, decide, decide_early, helps_nobody
 from nestpipe.serve.requests import RecentTimes, choose
 from tests.serve.small_rankers import Clock, costs
 
@@ -257,3 +257,35 @@ def test_a_shorter_history_that_takes_exactly_the_time_that_is_left_is_taken():
     assert (found.path, found.num_events, found.cost_ms) == ("shorter", 7, 7.0)
     none = choose(known, state=None, slack_ms=0.0, **(FREE | {"num_events": 8}))
     assert none.path == "fallback", "a history without events is no history"
+
+
+def flat(*, full: float, hit: float) -> RankingCosts:
+    """Costs that depend on no size; copying 100 bytes takes 1 ms, reading 1 ms."""
+    constants = {"full": (full, 0, 0, 0), "hit": (hit, 0, 0), "pre": (4, 0, 0), "read": (1, 0)}
+    return RankingCosts({kind: np.array(own, float) for kind, own in constants.items()}, copy_ms_per_byte=0.01)
+
+
+@pytest.mark.parametrize(
+    ("costs", "state", "begun", "stored", "wanted"),
+    [
+        (flat(full=10, hit=2), EntryState.READY, 0, 0, ("hit_device", 2)),
+        (flat(full=10, hit=2), EntryState.HOST, 0, 0, ("hit_host", 3)),
+        (flat(full=10, hit=2), EntryState.COMPUTING, 3, 0, ("join", 2)),
+        (flat(full=10, hit=2), EntryState.RESERVED, 0, 3, ("join", 3)),
+        (flat(full=10, hit=2), EntryState.RESERVED, 0, 0, ("full", 10)),
+        (flat(full=10, hit=2), EntryState.DEMOTING, 3, 3, ("full", 10)),
+        (flat(full=10, hit=2), None, 3, 3, ("extend", 2)),
+        (flat(full=10, hit=2), None, 0, 3, ("hit_store", 3)),
+        (flat(full=5, hit=9), EntryState.COMPUTING, 3, 0, ("join", 9)),
+        (flat(full=5, hit=9), EntryState.RESERVED, 0, 3, ("full", 5)),
+        (flat(full=5, hit=9), None, 3, 0, ("full", 5)),
+        (flat(full=5, hit=9), None, 0, 3, ("full", 5)),
+    ],
+)
+def test_each_state_has_its_path_and_its_cost(costs, state, begun, stored, wanted):
+    sizes = {"num_events": 4, "num_candidates": 2, "num_bytes": 100, "block": 1}
+    found = choose(costs, state=state, slack_ms=100.0, begun=begun, stored=stored, **sizes)
+    assert (found.path, found.cost_ms) == wanted
+    assert choose(costs, state=state, slack_ms=wanted[1], begun=begun, stored=stored, **sizes) == found
+    less = choose(costs, state=state, slack_ms=wanted[1] - 0.01, begun=begun, stored=stored, **sizes)
+    assert less.cost_ms < wanted[1], "a path that does not fit is not taken"
