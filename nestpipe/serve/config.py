@@ -27,8 +27,8 @@ class EngineConfig:
     """How long it stays on the host."""
     chunk: int = 512
     """Events of a prefill chunk, which a ranking request may have to wait for."""
-    max_batch: int = 8
-    """Ranking requests scored together."""
+    max_batch: int = 16
+    """Requests scored together, if that takes not too long."""
     max_queue: int = 256
     """Requests that may be queued; more are refused with 429."""
 

@@ -13,7 +13,7 @@ import heapq
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -51,6 +51,7 @@ _SWEEP_S = 0.5  # between two sweeps of expired entries
 _BREAKER_S = 5.0  # window of the latencies that open the breaker
 _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of them is admitted
 _QUEUE_S = 30.0  # window of queueing times
+_BATCH_MS = 20.0  # longer requests gain nothing from company, and whoever arrives meanwhile would wait
 
 
 class Engine(VersionedWorker[ServedModel]):
@@ -94,7 +95,7 @@ class Engine(VersionedWorker[ServedModel]):
             self.nearline = NearlinePrefill(
                 stored, histories, model_of=self._model_of, chunk=config.chunk, rate_ms_per_s=rate, clock=clock
             )
-        self._evictable: deque[PrefixKey] = deque()  # used prefixes, to demote to the host
+        self._evictable = OrderedDict[PrefixKey, None]()  # used prefixes, to demote to the host, oldest first
         self._pinned: dict[str, tuple[HistoryInputs, float]] = {}  # request id -> inputs of its prefix, until when
         self._swept_at, self._num_removals = -math.inf, -1  # what was removed before is not known yet
 
@@ -201,7 +202,8 @@ class Engine(VersionedWorker[ServedModel]):
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if has_changed else None)
             if has_changed:
                 self.tiers.retain_models(one.ranker.made_by for one in self.models)
-            self._evictable = deque(key for key in self._evictable if self.cache.peek_state(key) is not None)
+            for key in [key for key in self._evictable if self.cache.peek_state(key) is None]:
+                del self._evictable[key]
             self._prefills.prune()
             self._pinned = {request: pinned for request, pinned in list(self._pinned.items()) if pinned[1] > now}
 
@@ -249,12 +251,12 @@ class Engine(VersionedWorker[ServedModel]):
         return reading
 
     def _demote(self) -> bool:
-        return any(self.cache.demote(self._evictable.popleft()) for _ in range(len(self._evictable)))
+        return any(self.cache.demote(self._evictable.popitem(last=False)[0]) for _ in range(len(self._evictable)))
 
     # Ranking requests.
 
     def _next_batch(self) -> list[RankingPlan]:
-        """Requests by deadline, as long as all of them together finish before the first deadline."""
+        """Requests by deadline, as long as all of them together are short, and finish before the first deadline."""
         plans: list[RankingPlan] = []
         total_ms, until_ms = 0.0, math.inf
         while self._requests and len(plans) < self.config.max_batch:
@@ -269,7 +271,7 @@ class Engine(VersionedWorker[ServedModel]):
                 continue
             plan = self._plan(request, slack_ms - total_ms)
             path, cost_ms = plan.choice.path, plan.choice.cost_ms
-            if plans and (path == "join" or path in DEGRADED or total_ms + cost_ms > until_ms):
+            if plans and (path == "join" or path in DEGRADED or total_ms + cost_ms > min(until_ms, _BATCH_MS)):
                 heapq.heappush(self._requests, request)
                 break
             if path == "fallback":
@@ -368,14 +370,14 @@ class Engine(VersionedWorker[ServedModel]):
 
     def _reply(self, plan: RankingPlan, scores: Floats) -> None:
         request, served, key, path = plan.request, plan.inputs.served, plan.pinned, plan.choice.path
-        if path == "fallback" or not np.isfinite(scores).all():
+        if path == "fallback" or np.count_nonzero(np.isfinite(scores)) < len(scores):
             path, plan.prefix, scores = "fallback", None, np.zeros(len(request.items))
         if path in DEGRADED:
             served.costs.relax()
         if key is not None:
             self.cache.unpin(key, request, consumed=path in HITS)
-            if path in HITS and key not in self._evictable:
-                self._evictable.append(key)
+            if path in HITS:
+                self._evictable.setdefault(key)
         self.release(request.request)
         total_ms = 1000 * (self.clock() - request.arrived)
         self.latencies.note(total_ms)

@@ -336,6 +336,7 @@ def test_cancelled_joiners_do_not_cancel_the_work(engine):
 
 
 def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypatch):
+    engine.versions.main.costs = costs(full=5)
     alone = {user: answer(engine, user) for user in (3, 4, 5, 6)}
     for user in (4, 6):
         hint(engine, user, f"r{user}")
@@ -353,10 +354,18 @@ def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypa
 
 
 def test_a_batch_ends_before_its_first_deadline(runs, served, tmp_path, clock):
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10))
-    jobs = [rank(engine, user, slack_s=slack_s) for user, slack_s in enumerate((0.025, 0.1, 0.2))]
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=5))
+    jobs = [rank(engine, user, slack_s=slack_s) for user, slack_s in enumerate((0.0125, 0.1, 0.2))]
     engine.step()
     assert [job.reply.done() for job in jobs] == [True, True, False], "a third would make the first one late"
+
+
+@pytest.mark.parametrize(("full", "num_done"), [(4.0, 4), (9.0, 2), (50.0, 1)])
+def test_a_batch_ends_before_it_is_long(runs, served, tmp_path, clock, full, num_done):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=full))
+    jobs = [rank(engine, user) for user in range(4)]
+    engine.step()
+    assert sum(job.reply.done() for job in jobs) == num_done
 
 
 # The trigger at work.
