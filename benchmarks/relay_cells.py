@@ -216,7 +216,7 @@ class Cells:
 
         def block(number: int) -> Figures:
             much = bench.mixed(arm, 3 * capacity, draw, budget_ms, count=3 * bench.num_requests, decide=False)
-            count = max(int(AFTER_S * capacity / 2), 8)
+            count = max(min(int(AFTER_S * capacity / 2), int(len(cold) * 0.77 / cell.cold)), 8)
             after = bench.mixed(arm, capacity / 2, draw, budget_ms, count=count, decide=False)
             useful = [ms for ms, bad in zip(much.rank_ms, much.degraded, strict=True) if not bad]
             others = [ms for ms, bad in zip(much.rank_ms, much.degraded, strict=True) if bad]
