@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-_MARGIN = 0.6  # share of the time that is left which the predicted wait may take: it is a mean
+_MARGIN = 0.5  # share of the time that is left which the predicted wait may take: it is a mean
 _KEPT = 0.9  # weight of the steps before, with each new one
 _OUTLIER = 4.0  # times the expected time that a step counts at most
 _FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time

@@ -46,8 +46,8 @@ def test_the_wait_is_the_queued_work_at_the_measured_speed():
     assert estimate.wait_s() == 0
     estimate.observe(2.0, 0.5, is_full=True)
     assert estimate.wait_s() == pytest.approx(1.0)
-    assert estimate.exceeds(1.6)
-    assert not estimate.exceeds(1.7)
+    assert estimate.exceeds(1.9)
+    assert not estimate.exceeds(2.1)
     replies[1].set_result(answer())
     assert estimate.wait_s() == pytest.approx(0.25)
     replies[0].cancel()
