@@ -3,13 +3,14 @@
     bytes in the socket --loop lag--> read, parsed --predicted wait--> queued, or refused with 429
 
 A deadline starts when the bytes are there. A request whose predicted wait exceeds what is left of its deadline is refused before
-its history is touched. The prediction is the work that is queued times the speed of recent steps, so an idle worker refuses nothing.
+its history is touched. The prediction is the work that is queued times the speed of recent steps, and the error that was usual.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-_MARGIN = 0.5  # share of the time that is left which the predicted wait may take: it is a mean
+_MARGIN = 0.9  # share of the time that is left in which an answer should be ready: it must be sent, too
+_NUM_ERRORS, _EXPECTED = 64, 58  # recent predictions whose errors are kept, and the rank of the error to expect
+_REFRESH = 8  # answers after which that is looked up again
 _KEPT = 0.9  # weight of the steps before, with each new one
-_OUTLIER = 4.0  # times the expected time that a step counts at most
+_OUTLIER = 4.0  # times the expected time that a step, or an error, counts at most
 _FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time
 _SOON_S = 0.005  # a loop that reads so soon after its last work did not sleep
 
@@ -101,23 +104,32 @@ class WaitEstimate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Lock()
-        self._queued = 0.0
+        self._queued, self._num_queued = 0.0, 0
         self._busy_s, self._worked, self._measured_at = 0.0, 0.0, 0.0  # of recent steps
+        self._errors: deque[float] = deque([0.0] * _NUM_ERRORS, maxlen=_NUM_ERRORS)
+        self._error_s = 0.0  # by which an answer is later than predicted, or less
         self.answered, self.num_answered = 0.0, 0  # work that was answered in full, and requests
 
     def queue(self, reply: Future[Any], work: float) -> None:
         """Counts a request until it is answered."""
         with self._lock:
-            self._queued += work
+            self._queued, self._num_queued = self._queued + work, self._num_queued + 1
+            began, expected_s = self._clock(), self._queued * self._unit_s()
 
         def settled(reply: Future[Any]) -> None:
             # A late or degraded answer took little time; counted as work it would promise a speed that leads to more of them.
             is_whole = not reply.cancelled() and reply.exception() is None
             is_whole = is_whole and not getattr(reply.result(), "degraded", False)
             with self._lock:
-                self._queued -= work
+                self._num_queued -= 1
+                self._queued = self._queued - work if self._num_queued else 0.0  # sums of fractions leave a rest
                 self.answered += work * is_whole
                 self.num_answered += is_whole
+                if is_whole:
+                    error_s = self._clock() - began - expected_s
+                    self._errors.append(min(error_s, _OUTLIER * expected_s))
+                    if self.num_answered % _REFRESH == 0:
+                        self._error_s = max(sorted(self._errors)[_EXPECTED], 0.0)
 
         reply.add_done_callback(settled)
 
@@ -134,11 +146,12 @@ class WaitEstimate:
 
     def wait_s(self) -> float:
         """How long a request that is queued now would wait."""
-        return max(self._queued, 0.0) * self._unit_s()
+        return self._queued * self._unit_s()
 
     def exceeds(self, left_s: float) -> bool:
-        """Whether the predicted wait leaves no time to answer."""
-        return self.wait_s() > _MARGIN * left_s
+        """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing."""
+        wait_s = self.wait_s()
+        return wait_s > 0 and wait_s + self._error_s > _MARGIN * left_s
 
     def _unit_s(self) -> float:
         if not self._worked:

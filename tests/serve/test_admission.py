@@ -46,12 +46,55 @@ def test_the_wait_is_the_queued_work_at_the_measured_speed():
     assert estimate.wait_s() == 0
     estimate.observe(2.0, 0.5, is_full=True)
     assert estimate.wait_s() == pytest.approx(1.0)
-    assert estimate.exceeds(1.9)
-    assert not estimate.exceeds(2.1)
+    assert estimate.exceeds(1.1)
+    assert not estimate.exceeds(1.12)
     replies[1].set_result(answer())
     assert estimate.wait_s() == pytest.approx(0.25)
     replies[0].cancel()
     assert estimate.wait_s() == 0, "an idle worker refuses nothing"
+
+
+def test_predictions_that_were_wrong_leave_more_room():
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+
+    def queue_one():
+        estimate.observe(1.0, 0.1, is_full=True)
+        return queued(estimate, [1.0])[0]
+
+    def answer_all(num, *, late_s):
+        for _ in range(num):
+            reply = queue_one()
+            clock.now += 0.1 + late_s
+            reply.set_result(answer())
+
+    def needed_ms():
+        reply = queue_one()
+        found = next(left_ms for left_ms in range(2000) if not estimate.exceeds(left_ms / 1000))
+        reply.cancel()
+        return found
+
+    answer_all(64, late_s=0.0)
+    assert needed_ms() == 112, "a wait of 100 ms, of 0.9 of the time"
+    answer_all(5, late_s=0.3)
+    answer_all(3, late_s=0.0)
+    assert needed_ms() == 112, "a moment is no rule"
+    answer_all(64, late_s=0.3)
+    assert needed_ms() == 445, "100 ms and 300"
+    answer_all(64, late_s=0.45)
+    assert needed_ms() == 556, "the process did not run: four times the expected time"
+    assert not estimate.exceeds(0.0), "an idle worker refuses nothing"
+    answer_all(64, late_s=-0.05)
+    assert needed_ms() == 112, "to be early promises nothing"
+
+
+def test_sums_of_fractions_leave_no_wait():
+    estimate = WaitEstimate(Clock())
+    estimate.observe(1.0, 1.0, is_full=True)
+    for reply in queued(estimate, [0.1, 0.2, 0.3]):
+        reply.set_result(answer())
+    assert 0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 > 0
+    assert estimate.wait_s() == 0
 
 
 def test_answers_that_are_late_or_degraded_promise_no_speed():
