@@ -31,7 +31,7 @@ from nestpipe.serve.schemas import PrefillRequest, RecommendRequest
 T = TypeVar("T")
 GOOD_SHARE = 0.99
 RATE_STEP = 1.2
-COARSE_STEP, COARSE_REQUESTS = 1.5, 60  # of the first search
+COARSE_STEP, COARSE_REQUESTS, COARSE_SHARE = 1.5, 60, 0.95  # of the first search, which one slow answer must not end
 TRIES = 2  # of a load that is void
 BLOCK_TRIES = 4  # of a block in which one stays so
 WARM_AT_ONCE = 8
@@ -238,9 +238,16 @@ class Bench:
         return outcomes[0]
 
     def mixed(
-        self, arm: Running, rate: float, draw: relay_load.ColdMix, budget_ms: float, *, count: int, decide: bool = True
+        self,
+        arm: Running,
+        rate: float,
+        draw: relay_load.ColdMix,
+        budget_ms: float,
+        *,
+        count: int,
+        good_share: float | None = GOOD_SHARE,
     ) -> relay_load.Outcome:
-        """A load of warm and cold users; the cold ones are cold again after it."""
+        """A load of warm and cold users; the cold ones are cold again after it. It ends once it is decided (`offer`)."""
         drawn = list[np.ndarray]()
 
         def make() -> relay_load.Load:
@@ -248,7 +255,7 @@ class Bench:
             drawn.append(draw.drawn)
             return found
 
-        found = self.offer(arm, make, budget_ms, good_share=GOOD_SHARE if decide else None)
+        found = self.offer(arm, make, budget_ms, good_share=good_share)
         self.make_cold(arm, np.unique(np.concatenate(drawn)))
         print(
             f"  {arm.name:<13} {rate:7.1f}/s  good {found.good_share(budget_ms):6.1%} of {found.num_requests}"
@@ -262,20 +269,22 @@ class Bench:
         """Good answers per second at the highest rate of the ladder that keeps the budget."""
         best: dict[float, float] = {}
 
-        def is_met(rate: float, *, count: int) -> bool:
-            share = self.mixed(arm, rate, draw, budget_ms, count=count).good_share(budget_ms)
-            if count == self.num_requests:
-                best[rate] = rate * share if share >= GOOD_SHARE else 0.0
+        def share_at(rate: float, count: int, good_share: float) -> float:
+            return self.mixed(arm, rate, draw, budget_ms, count=count, good_share=good_share).good_share(budget_ms)
+
+        def is_met(rate: float) -> bool:
+            share = share_at(rate, self.num_requests, GOOD_SHARE)
+            best[rate] = rate * share if share >= GOOD_SHARE else 0.0
             return share >= GOOD_SHARE
 
+        def is_near(rate: float) -> bool:
+            return share_at(rate, COARSE_REQUESTS, COARSE_SHARE) >= COARSE_SHARE
+
         if not arm.is_found:  # first in large steps and short loads
-            short = min(COARSE_REQUESTS, self.num_requests - 1)
-            coarse = relay_load.highest_rate(lambda rate: is_met(rate, count=short), start=arm.rate, step=COARSE_STEP)
+            coarse = relay_load.highest_rate(is_near, start=arm.rate, step=COARSE_STEP)
             arm.rate, arm.is_found = coarse or arm.rate, True
         before = len(arm.outcomes)
-        met = relay_load.highest_rate(
-            lambda rate: is_met(rate, count=self.num_requests), start=arm.rate, step=RATE_STEP
-        )
+        met = relay_load.highest_rate(is_met, start=arm.rate, step=RATE_STEP)
         arm.rate = met or arm.rate / RATE_STEP
         own = arm.outcomes[before:]
         cpu_ms = 1e3 * sum(one.cpu_s for one in own) / max(sum(len(one.rank_ms) for one in own), 1)

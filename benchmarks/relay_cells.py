@@ -148,7 +148,7 @@ class Cells:
             for arm in arms.values():
                 bench.warm_up(arm, warm)
                 draw = bench.cold_mix(warm, cold, cell.cold)
-                outcome = bench.mixed(arm, rate, draw, budget_ms, count=bench.num_requests, decide=False)
+                outcome = bench.mixed(arm, rate, draw, budget_ms, count=bench.num_requests, good_share=None)
                 share = outcome.good_share(budget_ms)
                 found[arm.name] = {"share": round(share, 4), "per_s": round(rate * share, 3)}
             return found
@@ -215,9 +215,9 @@ class Cells:
             capacity = bench.goodput(arm, draw, budget_ms)["per_s"]
 
         def block(number: int) -> Figures:
-            much = bench.mixed(arm, 3 * capacity, draw, budget_ms, count=3 * bench.num_requests, decide=False)
+            much = bench.mixed(arm, 3 * capacity, draw, budget_ms, count=3 * bench.num_requests, good_share=None)
             count = max(min(int(AFTER_S * capacity / 2), int(len(cold) * 0.77 / cell.cold)), 8)
-            after = bench.mixed(arm, capacity / 2, draw, budget_ms, count=count, decide=False)
+            after = bench.mixed(arm, capacity / 2, draw, budget_ms, count=count, good_share=None)
             useful = [ms for ms, bad in zip(much.rank_ms, much.degraded, strict=True) if not bad]
             others = [ms for ms, bad in zip(much.rank_ms, much.degraded, strict=True) if bad]
             bad = zip(after.at_s, after.rank_ms, after.degraded, strict=True)
