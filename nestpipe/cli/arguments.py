@@ -279,7 +279,7 @@ class SwapArguments:
     run: RunFolder
     """Folder of the run that 'nestpipe serve' was started with; its token is there."""
     new: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NEW]", help_behavior_hint="")] = None
-    """Folder of the run to serve from now on; on the same sequence folder."""
+    """Folder of the run to serve from now on; on the same sequence folder, or on one that has grown from it."""
     step: OptionalStep = None
     """Checkpoint of NEW [default: the best one if the run validated, else the latest]."""
     share: Annotated[float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="")] = None

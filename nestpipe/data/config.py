@@ -30,7 +30,7 @@ class DataConfig:
     validation: bool = False
     """Hold out one more event before the test target for validation; it is not trained on."""
     max_len: int = 200
-    """Longest history of a sample; also the constant divisor of HSTU."""
+    """Longest history of a sample; HSTU and FuXi divide attention sums by it (HSTU not if model.divisor is given)."""
     truncate_block: int = 1
     """Histories are cut at multiples of this many events; 1 follows the published protocols, serving likes 256."""
     windows: Literal["last", "all"] = "last"

@@ -33,6 +33,7 @@ class SidConfig:
     iterations: int = 25
     """Iterations of K-means."""
     seed: int = 0
+    """Seed of K-means."""
 
     def problems(self) -> Iterator[str]:
         for name in ("levels", "codes", "iterations"):

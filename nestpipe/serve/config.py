@@ -28,7 +28,7 @@ class EngineConfig:
     chunk: int = 512
     """Events of a prefill chunk, which a ranking request may have to wait for."""
     max_batch: int = 16
-    """Requests scored together, if that takes not too long."""
+    """Requests scored together, if that takes at most 20 ms."""
     max_queue: int = 256
     """Requests that may be queued; more are refused with 429."""
 

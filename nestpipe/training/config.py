@@ -55,7 +55,8 @@ class TrainConfig:
     log_steps: int = 20
     """Write metrics after this many steps."""
     num_threads: int = 0
-    """Threads inside an operation; 0 takes the number of cores. Results are bitwise repeatable for a fixed number."""
+    """Threads inside an operation; 0 takes the cores of the process, under 'nestpipe launch' a rank's share.
+    Results are bitwise repeatable for a fixed number."""
     device: str = "auto"
     """Where to train: auto (the accelerator if there is one, else the CPU), cpu, cuda, npu, or another that torch has."""
     precision: Literal["fp32", "bf16"] = "fp32"
