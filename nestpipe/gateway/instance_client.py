@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from nestpipe.errors import NestPipeError
+from nestpipe.gateway.keep_alive import KeepAliveTransport
 from nestpipe.gateway.router import InstanceAddress, Members, RouterError, peek_instance
 from nestpipe.serve.route_headers import FORWARDED_HEADER
 from nestpipe.serve.schemas import (
@@ -83,8 +84,7 @@ class InstanceReply(Generic[Answer]):
 
 def make_client() -> httpx.AsyncClient:
     """HTTP client with many keep-alive connections and without proxies. Every call has its own deadline."""
-    limits = httpx.Limits(max_connections=1024, max_keepalive_connections=128, keepalive_expiry=30.0)
-    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+    return httpx.AsyncClient(timeout=None, transport=KeepAliveTransport(), trust_env=False)
 
 
 def is_address(url: str) -> bool:

@@ -12,14 +12,13 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, ExactIndex, PastEvents, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages, StageError
-from nestpipe.gateway.instance_client import InstanceClient, InstanceError
+from nestpipe.gateway.instance_client import InstanceClient, InstanceError, make_client
 from nestpipe.gateway.router import InstanceAddress, Members, routing_number
 from nestpipe.gateway.state_forwarding import StateForwarding
 from nestpipe.serve.config import Stages
@@ -102,7 +101,7 @@ def run(
 
     async def body() -> Any:
         with ThreadPoolExecutor(2) as executor:
-            client = httpx.AsyncClient(timeout=None, verify=TLS)
+            client = make_client()
             remote = InstanceClient(members or Members(one.member for one in fleet), client, **options)
             upstream = Watched(executor)
             try:
@@ -377,9 +376,7 @@ def test_who_is_not_ready_is_asked_last_until_it_is(fleet):
 
 def test_an_address_that_cannot_be_one_is_not_ready_and_ends_nothing():
     async def act() -> None:
-        remote = InstanceClient(
-            Members([InstanceAddress(name="x", url="http://h:port")]), httpx.AsyncClient(verify=TLS)
-        )
+        remote = InstanceClient(Members([InstanceAddress(name="x", url="http://h:port")]), make_client())
         assert await remote.ready(timeout_s=1.0) == {"x": False}
         await remote.close()
 

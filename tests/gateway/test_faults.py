@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import uvicorn
 
@@ -27,7 +26,7 @@ from nestpipe.client import Client
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient, InstanceReply, PrefillOutcome
+from nestpipe.gateway.instance_client import InstanceClient, InstanceReply, PrefillOutcome, make_client
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
@@ -36,7 +35,6 @@ from nestpipe.serve.model_versions import load_version
 from nestpipe.serve.schemas import PrefillRequest, RankedItems, RankRequest, RecommendedItems, RecommendRequest
 from nestpipe.serve.versioned_worker import ModelVersions
 from tests.gateway.fake_instances import Served
-from tests.gateway.test_cascade import TLS
 from tests.serve.small_rankers import ASKED, make_engine
 
 SECRET = b"the secret of the fleet"
@@ -255,7 +253,7 @@ def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, s
             own = upstream(run, executor, stages)
             truth = {name: await _truth(runs(name), served(name), tmp_path, own) for name in ("hstu", "fuxi")}
             members = Members(one.member for one in nodes.values())
-            remote = Meddling(stages, members, httpx.AsyncClient(timeout=None, verify=TLS), suspect_s=0.1)
+            remote = Meddling(stages, members, make_client(), suspect_s=0.1)
             cascade = Cascade(remote, own, STAGES)
             config = uvicorn.Config(
                 Gateway(cascade, probe=lambda: RecommendRequest(user=1)).app(),
@@ -293,7 +291,7 @@ def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, s
 async def _truth(run: Any, served: Any, folder: Any, own: LocalCandidateStages) -> dict[int, RecommendedItems]:
     """What full inference says about every user."""
     node = Node(f"truth-{run.folder.name}", run, served, folder, trigger=TriggerConfig(mode="off"))
-    remote = InstanceClient(Members([node.member]), httpx.AsyncClient(timeout=None, verify=TLS))
+    remote = InstanceClient(Members([node.member]), make_client())
     try:
         found = {user: await recommend(Cascade(remote, own, STAGES), user, f"truth-{user}") for user in USERS}
     finally:

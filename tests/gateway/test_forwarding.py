@@ -10,11 +10,10 @@ import pytest
 from nestpipe.client import Client, ServiceError
 from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import Members
 from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import CATALOGUE, FakeInstance, Served, true_ranking
-from tests.gateway.test_cascade import TLS
 
 USER = 5
 
@@ -31,7 +30,7 @@ def fleet() -> Iterator[list[FakeInstance]]:
 
 @pytest.fixture(params=["next_item", "generative"])
 def url(request, fleet: list[FakeInstance]) -> Iterator[str]:
-    remote = InstanceClient(Members(one.member for one in fleet), httpx.AsyncClient(timeout=None, verify=TLS))
+    remote = InstanceClient(Members(one.member for one in fleet), make_client())
     recommender = Forwarding(remote, budget_ms=9000)
     probe = RecommendRequest(user=USER, request="probe")
     server = Served(Gateway(recommender, kind=request.param, probe=lambda: probe, shared_log=True).app())

@@ -21,7 +21,7 @@ from nestpipe.gateway import gateway
 from nestpipe.gateway.candidates import ExactIndex
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway, admin_app
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import GatewayLimits, Stages
 from nestpipe.serve.schemas import RecommendRequest
@@ -59,7 +59,7 @@ def served() -> Iterator[World]:
     members = Members(one.member for one in fleet)
     with ThreadPoolExecutor(2) as executor, httpx.Client(verify=TLS, timeout=10) as http:
         cascade = Cascade(
-            InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS)),
+            InstanceClient(members, make_client()),
             LocalCandidateStages(retriever(), executor),
             STAGES,
         )

@@ -16,7 +16,7 @@ from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
 from nestpipe.gateway.gateway import admin_app as members_app
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members
 from nestpipe.serve.admin import Admin
@@ -44,7 +44,7 @@ def urls(runs, served, tmp_path_factory):
     stages = Stages(retrieval_ms=SLOW_MS, prerank_ms=SLOW_MS, rank_ms=SLOW_MS, num_retrieved=20, num_candidates=10)
     with ThreadPoolExecutor(1) as executor:
         members = Members([Member(name="one", url=instance.url)])
-        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        remote = InstanceClient(members, make_client())
         upstream = LocalCandidateStages(retriever_of(runs("hstu")), executor)
         gateway = Server(Gateway(Cascade(remote, upstream, stages), probe=lambda: RecommendRequest(user=1)).app())
         yield {"instance": instance.url, "gateway": gateway.url}
@@ -64,7 +64,7 @@ def test_every_answer_is_as_documented(urls, scale, which):
 def test_a_gateway_of_every_kind_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
     with serving(kind.replace("_", " "), runs_of, tmp_path, limits=LIMITS) as service:
         members = Members([Member(name="a", url=str(service.http.base_url))])
-        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        remote = InstanceClient(members, make_client())
         probe = RecommendRequest(user=int(service.run.sequences.users[0]), k=1)
         recommender = Forwarding(remote, budget_ms=SLOW_MS)
         gateway = Server(Gateway(recommender, kind=kind, probe=lambda: probe, shared_log=True).app())
@@ -96,7 +96,7 @@ def test_the_operators_page_and_administration_answer_whatever_is_sent(runs_of, 
     with serving("ranker", runs_of, tmp_path, limits=LIMITS) as service:
         engine, instance = service.worker, service.instance
         instance.has_page = True
-        remote = InstanceClient(Members([]), httpx.AsyncClient(timeout=None, verify=TLS))
+        remote = InstanceClient(Members([]), make_client())
         load = partial(load_version, engine.histories, label="", tables=tmp_path, chunk=16)
         admin = Admin(instance, engine, token="t", load=lambda run, step: load(run, step=step))
         apps = {"page": instance.app(), "admin": admin.app(), "members": members_app(remote, token="t")}

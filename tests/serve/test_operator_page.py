@@ -16,7 +16,7 @@ import pytest
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import Stages
 from nestpipe.serve.operator_page import OperatorPage
@@ -57,7 +57,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         past_of=PastReader(log),
     )
     with ThreadPoolExecutor(1) as executor:
-        remote = InstanceClient(Members([instance.member]), httpx.AsyncClient(timeout=None, verify=TLS))
+        remote = InstanceClient(Members([instance.member]), make_client())
         cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), STAGES)
         whole = Gateway(cascade, probe=lambda: RecommendRequest(user=1))
         gateway = Served(whole.app(*OperatorPage(histories, ids, whole.metric_texts).routes()))

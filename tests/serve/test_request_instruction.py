@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from nestpipe.cli import main
 from nestpipe.client import Client, ServiceError
 from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.text_encoder import hashed_words
@@ -27,7 +26,6 @@ from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_instruction import UNTRAINED, RequestTexts
 from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served
-from tests.gateway.test_cascade import TLS
 from tests.serve.small_generative import make_run
 from tests.serve.test_operator_page import wait_for
 
@@ -64,9 +62,7 @@ def client(url):
 @pytest.fixture
 def gateway(url, generator):
     """A gateway in front of the instance, with the operator's page."""
-    remote = InstanceClient(
-        Members([InstanceAddress(name="one", url=url)]), httpx.AsyncClient(timeout=None, verify=TLS)
-    )
+    remote = InstanceClient(Members([InstanceAddress(name="one", url=url)]), make_client())
     probe = RecommendRequest(user=USER, request="probe")
     gateway = Gateway(Forwarding(remote, budget_ms=30_000), kind="generative", probe=lambda: probe, shared_log=True)
     ids = ServiceIds(lambda: generator.histories.sequences)

@@ -25,7 +25,6 @@ from nestpipe.serve.config import Stages
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served
-from tests.gateway.test_cascade import TLS
 from tests.serve.small_services import KINDS, NOW, SLOW_MS, serving
 
 CLICKS = [
@@ -220,7 +219,7 @@ def test_a_gateway_lists_what_an_instance_lists(services, kind):
     stages = Stages(retrieval_ms=SLOW_MS, prerank_ms=SLOW_MS, rank_ms=SLOW_MS)
     with ThreadPoolExecutor(1) as executor:
         members = Members([InstanceAddress(name="a", url=str(service.http.base_url))])
-        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        remote = InstanceClient(members, make_client())
         upstream = LocalCandidateStages(fleet_retriever(run, histories), executor, ids, book)
         cascade = Cascade(remote, upstream, stages, has_prefixes=kind != "dcn")
         gateway = Served(Gateway(cascade, probe=lambda: RecommendRequest(user=1), kind="ranker").app())
