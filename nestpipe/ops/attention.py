@@ -31,7 +31,7 @@ native backend a row's result is bitwise independent of the cached prefix and of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ from nestpipe.ops.precision import full_precision, is_mixed, widened
 
 __all__ = ("Bias", "Layout", "attention_layout", "jagged_attention", "plan_of")
 
+# Defined with a `Library`: the first call of a `custom_op` imports torch's compiler, 1.3 s and 145 MB in every process.
+_OPS = torch.library.Library("nestpipe", "DEF")
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor query_offsets, Tensor key_offsets, Tensor num_targets, Tensor? query_times, "
     "Tensor? key_times, Tensor? position, Tensor? time, Tensor? decay, Tensor[] plan, str kind, str mode, float scale, "
@@ -159,7 +161,7 @@ def jagged_attention(
         if backend == "reference":
             out = attention_reference.attend(_inputs((*tensors, [], *numbers)))
         else:
-            out, _ = _forward(*tensors, plan_of(layout, backend), *numbers, backend)
+            out, _ = _attention(*tensors, plan_of(layout, backend), *numbers, backend)
     result: Tensor = out.squeeze(1) if bias.mode == "add" else out
     return result
 
@@ -171,17 +173,11 @@ def plan_of(layout: Layout, backend: str) -> list[Tensor]:
     return layout.plans[backend]
 
 
-@torch.library.custom_op("nestpipe::jagged_attention", mutates_args=(), schema=f"{_SCHEMA} -> (Tensor, Tensor)")
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *rest, backend = arguments
     return backends.module(backend).forward(_inputs(rest))
 
 
-@torch.library.custom_op(
-    "nestpipe::jagged_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor saved, {_SCHEMA[1:]} -> Tensor[]",
-)
 def _backward(*arguments: Any) -> list[Tensor]:
     grad, out, saved, *rest, backend = arguments
     grads = backends.module(backend).backward(_inputs(rest), grad.contiguous(), out, saved)
@@ -192,8 +188,7 @@ def _inputs(arguments: Sequence[Any]) -> KernelInputs:
     return KernelInputs(**dict(zip(_FIELDS, arguments, strict=True)))
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *rest, backend = arguments
     inputs = _inputs(rest)
     dtype = torch.float32 if backend == "triton" else inputs.q.dtype
@@ -201,8 +196,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(inputs.new_output()), saved
 
 
-@_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
+def _fake_backward(*arguments: Any) -> list[Tensor]:
     inputs = _inputs(arguments[3:-1])
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.position, inputs.time, inputs.decay)
     return [torch.empty_like(one) for one in differentiable if one is not None]
@@ -219,13 +213,29 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     out, saved, *rest = ctx.saved_tensors
     tensors, plan = rest[:11], rest[11:]
-    computed = iter(_backward(grad, out, saved, *tensors, plan, *ctx.numbers))
+    computed = iter(_attention_backward(grad, out, saved, *tensors, plan, *ctx.numbers))
     differentiable = {0, 1, 2, 8, 9, 10}  # q, k, v and the three biases
     grads = [next(computed) if at in differentiable and one is not None else None for at, one in enumerate(tensors)]
     return *grads, [None] * len(plan), *[None] * len(ctx.numbers)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `name`, which `run` computes on every device."""
+    _OPS.define(name + schema)
+    _OPS.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nestpipe::{name}", fake, lib=_OPS)
+    operator: Callable[..., Any] = getattr(torch.ops.nestpipe, name).default
+    return operator
+
+
+_attention = _defined("jagged_attention", f"{_SCHEMA} -> (Tensor, Tensor)", _forward, _fake_forward)
+_attention_backward = _defined(
+    "jagged_attention_backward",
+    f"(Tensor grad, Tensor out, Tensor saved, {_SCHEMA[1:]} -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+torch.library.register_autograd("nestpipe::jagged_attention", _differentiate, setup_context=_save, lib=_OPS)
 
 
 def _problem(

@@ -84,16 +84,18 @@ def keep_freed_memory() -> None:
 @contextlib.contextmanager
 def exact_arithmetic(num_threads: int) -> Iterator[None]:
     """Deterministic algorithms and a fixed number of threads; restores the previous settings."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    before = torch.get_deterministic_debug_mode(), torch.get_num_threads()
     debugging: Any = torch.utils.deterministic
     fill = debugging.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode(
+        "error"
+    )  # use_deterministic_algorithms(True) also imports torch's compiler: 1.3 s
     debugging.fill_uninitialized_memory = False  # costs a pass over every new tensor
     torch.set_num_threads(num_threads)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         debugging.fill_uninitialized_memory = fill
         torch.set_num_threads(before[1])
 

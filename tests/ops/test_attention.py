@@ -1,6 +1,8 @@
 """The attention op against one dense matrix per sequence, written out; its layout, its errors and its bits."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,3 +205,21 @@ def test_scores_are_not_kept_for_backward(backend):
         jagged_attention(q, k, v, layout, kind="silu", backend=backend)
     assert kept
     assert sum(one.numel() for one in kept if one.data_ptr() not in plan) < 10 * q.numel()
+
+
+def test_neither_attention_nor_training_imports_the_compiler_of_torch():
+    """It takes 1.3 s and 145 MB in every process: ranks, instances, commands."""
+    code = """
+import sys, torch
+from nestpipe.jagged import Jagged
+from nestpipe.ops.attention import attention_layout, jagged_attention
+from nestpipe.training.process import exact_arithmetic
+with exact_arithmetic(1):
+    q = torch.randn(4, 1, 8, requires_grad=True)
+    rows = Jagged(torch.zeros(4, dtype=torch.int64), torch.tensor([0, 1, 4]), 3)
+    jagged_attention(q, q, q, attention_layout(rows), kind="silu").sum().backward()
+assert q.grad is not None
+found = {"torch._dynamo", "torch._inductor", "sympy", "triton"} & sys.modules.keys()
+sys.exit(f"imported: {found}" if found else 0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
