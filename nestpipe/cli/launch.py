@@ -21,7 +21,7 @@ from nestpipe.cli import importing
 from nestpipe.distributed.local_host import interface_of, place_of, resolve, usable_cores
 from nestpipe.errors import CommError, ConfigError
 
-COMMANDS = ("train", "eval", "recommend", "tune")
+COMMANDS = ("train", "align", "eval", "recommend", "tune")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
