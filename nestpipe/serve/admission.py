@@ -3,13 +3,16 @@
     bytes in the socket --loop lag--> read, parsed --predicted wait--> queued, or refused with 429
 
 A deadline starts when the bytes are there. A request whose predicted wait exceeds what is left of its deadline is refused before
-its history is touched. The prediction is the work that is queued times the speed of recent steps, and the error that was usual.
+its history is touched. The prediction is the queued work with earlier deadlines at the speed of recent steps, and the error that
+was usual.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +20,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
+
+from nestpipe.serve.requests import LateError
 
 _MARGIN = 0.9  # share of the time that is left in which an answer should be ready: it must be sent, too
 _NUM_ERRORS, _EXPECTED = 64, 58  # recent predictions whose errors are kept, and the rank of the error to expect
@@ -94,8 +99,17 @@ class ArrivalClock:
         self.note_work()
 
 
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A request that waits. It is overtaken by a later one with an earlier deadline, and then waits longer than was predicted."""
+
+    deadline: float
+    work: float
+    is_overtaken: bool = False
+
+
 class WaitEstimate:
-    """Predicts how long a queued request waits: the work before it, at the speed of recent steps. From any thread.
+    """Predicts how long a queued request waits: the work with earlier deadlines, at the speed of recent steps. From any thread.
 
     A batch costs less per request than a request alone, so small batches say little about the speed under load. The estimate
     is optimistic about what it has not measured: too many requests make full batches, which correct it at once; too few would
@@ -104,32 +118,40 @@ class WaitEstimate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Lock()
-        self._queued, self._num_queued = 0.0, 0
+        self._queue: list[_Queued] = []  # by deadline
+        self._work = 0.0  # of all of them
         self._busy_s, self._worked, self._measured_at = 0.0, 0.0, 0.0  # of recent steps
         self._errors: deque[float] = deque([0.0] * _NUM_ERRORS, maxlen=_NUM_ERRORS)
-        self._error_s = 0.0  # by which an answer is later than predicted, or less
+        self._num_errors, self._error_s, self._erred_at = (
+            0,
+            0.0,
+            0.0,
+        )  # by which answers are later than predicted, or less
         self.answered, self.num_answered = 0.0, 0  # work that was answered in full, and requests
 
-    def queue(self, reply: Future[Any], work: float) -> None:
-        """Counts a request until it is answered."""
+    def queue(self, reply: Future[Any], work: float, *, deadline: float) -> None:
+        """Counts a request until it is answered. Its own work is no wait, so the time that it takes is an error."""
+        queued = _Queued(deadline, work)
         with self._lock:
-            self._queued, self._num_queued = self._queued + work, self._num_queued + 1
-            began, expected_s = self._clock(), self._queued * self._unit_s()
+            began, wait_s = self._clock(), self._wait_s(deadline)
+            most_s = _OUTLIER * (wait_s + work * self._unit_s())
+            if work:  # not a prefill hint, for which nothing waits
+                self._insert(queued)
 
         def settled(reply: Future[Any]) -> None:
             # A late or degraded answer took little time; counted as work it would promise a speed that leads to more of them.
-            is_whole = not reply.cancelled() and reply.exception() is None
-            is_whole = is_whole and not getattr(reply.result(), "degraded", False)
+            problem = None if reply.cancelled() else reply.exception()
+            is_answer = not reply.cancelled() and problem is None
+            is_whole = is_answer and not getattr(reply.result(), "degraded", False)
             with self._lock:
-                self._num_queued -= 1
-                self._queued = self._queued - work if self._num_queued else 0.0  # sums of fractions leave a rest
                 self.answered += work * is_whole
                 self.num_answered += is_whole
-                if is_whole:
-                    error_s = self._clock() - began - expected_s
-                    self._errors.append(min(error_s, _OUTLIER * expected_s))
-                    if self.num_answered % _REFRESH == 0:
-                        self._error_s = max(sorted(self._errors)[_EXPECTED], 0.0)
+                if not work:
+                    return
+                self._queue.remove(queued)
+                self._work = self._work - work if self._queue else 0.0  # sums of fractions leave a rest
+                if not queued.is_overtaken and (is_answer or isinstance(problem, LateError)):
+                    self._note_error(min(self._clock() - began - wait_s, most_s))
 
         reply.add_done_callback(settled)
 
@@ -144,20 +166,46 @@ class WaitEstimate:
         if is_full or not self._measured_at:
             self._measured_at = self._clock()
 
-    def wait_s(self) -> float:
-        """How long a request that is queued now would wait."""
-        return self._queued * self._unit_s()
+    def wait_s(self, deadline: float = math.inf) -> float:
+        """How long a request with this deadline would wait if it were queued now."""
+        with self._lock:
+            return self._wait_s(deadline)
 
     def exceeds(self, left_s: float) -> bool:
         """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing."""
-        wait_s = self.wait_s()
-        return wait_s > 0 and wait_s + self._error_s > _MARGIN * left_s
+        wait_s = self.wait_s(self._clock() + left_s)
+        return wait_s > 0 and wait_s + self._error_s * self._weight(self._erred_at) > _MARGIN * left_s
+
+    def _insert(self, queued: _Queued) -> None:
+        place = bisect_right(self._queue, queued.deadline, key=_deadline_of)
+        for later in self._queue[place:]:
+            later.is_overtaken = True
+        self._queue.insert(place, queued)
+        self._work += queued.work
+
+    def _wait_s(self, deadline: float) -> float:
+        if not self._queue or self._queue[-1].deadline <= deadline:
+            return self._work * self._unit_s()
+        place = bisect_right(self._queue, deadline, key=_deadline_of)
+        return sum(one.work for one in self._queue[:place]) * self._unit_s()
+
+    def _note_error(self, error_s: float) -> None:
+        self._errors.append(error_s)
+        self._num_errors, self._erred_at = self._num_errors + 1, self._clock()
+        if self._num_errors % _REFRESH == 0:
+            self._error_s = max(sorted(self._errors)[_EXPECTED], 0.0)
 
     def _unit_s(self) -> float:
-        if not self._worked:
-            return 0.0
-        old_s = max(self._clock() - self._measured_at - _FRESH_S, 0.0)
-        return self._busy_s / self._worked * float(0.5 ** (old_s / _FRESH_S))
+        return self._busy_s / self._worked * self._weight(self._measured_at) if self._worked else 0.0
+
+    def _weight(self, at: float) -> float:
+        """Of what was measured then."""
+        old_s = max(self._clock() - at - _FRESH_S, 0.0)
+        return float(0.5 ** (old_s / _FRESH_S))
+
+
+def _deadline_of(queued: _Queued) -> float:
+    return queued.deadline
 
 
 def measured(estimate: WaitEstimate, step: Callable[[], bool], *, num_waiting: int, max_batch: int) -> bool:

@@ -104,7 +104,7 @@ class Engine(VersionedWorker[ServedModel]):
     def submit(self, job: RankingRequest | PrefillHint) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
         work = job.work_ms(self.histories, self.versions.of(job.user))
-        with self.admitting(job.reply, work=work):
+        with self.admitting(job.reply, deadline=job.deadline, work=work):
             if isinstance(job, RankingRequest):
                 job.arrived = self.clock()
             self._inbox.append(job)

@@ -130,7 +130,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
 
     def submit(self, job: GenerationRequest) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
-        with self.admitting(job.reply):
+        with self.admitting(job.reply, deadline=job.deadline):
             job.arrived = self.clock()
             job.version = self.version_of(job)
             heapq.heappush(self._queue, job)

@@ -52,7 +52,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
 
     def submit(self, job: RecommendationJob) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError. From any thread."""
-        with self.admitting(job.reply):
+        with self.admitting(job.reply, deadline=job.deadline):
             job.arrived = self.clock()
             job.served = job.served or self.versions.of(job.user)
             heapq.heappush(self._queue, job)

@@ -52,7 +52,7 @@ class PointwiseEngine(VersionedWorker[PointwiseModel]):
 
     def submit(self, job: RankingRequest) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError. From any thread."""
-        with self.admitting(job.reply):
+        with self.admitting(job.reply, deadline=job.deadline):
             job.arrived = self.clock()
             heapq.heappush(self._queue, job)
 

@@ -1,8 +1,5 @@
-"""KV prefixes on disk: the tier below host memory. One file per model and user, in a folder that one process owns.
-
-    FOLDER/lock                     held by the owner
-    FOLDER/MODEL/USER.kv            segments (prefix_file.py); MODEL is a digest of model, weights, features and number type
-    FOLDER/MODEL/.USER.tmp          a file that is being written; a rename publishes it
+"""KV prefixes on disk: the tier below host memory. One file per model and user, in a folder that one process owns
+(prefix_folder.py).
 
 A longer prefix of the same history is appended as a segment; another history replaces the file. `used + reserved <= cap` holds
 after every operation, in bytes of whole disk blocks; the least recently used files are removed for new ones. Nothing here is
@@ -14,30 +11,22 @@ A write that began before a user was forgotten leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import re
-import shutil
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from nestpipe.errors import ConfigError
-from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey, digest_of
+from nestpipe.models.kv_prefix import InputDigest, KVPrefix, PrefixKey
 from nestpipe.serve.prefix_file import Buffer, DamagedError, encode, load, scan, write_all
+from nestpipe.serve.prefix_folder import files_of, model_folders, model_name, remove_model, take_folder, user_of
 
 _log = logging.getLogger("nestpipe.serve")
 _BLOCK = 4096  # of a disk
-_NAME = re.compile(r"(-?\d+)\.kv")
 _Name = tuple[str, int]  # model, user
-
-
-class StoreInUseError(ConfigError):
-    """Another process owns the folder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +58,7 @@ class ReadPrefix:
 
 
 class PrefixStore:
-    """Thread-safe: one writer at a time, readers concurrently. Raises StoreInUseError if another process owns the folder."""
+    """Thread-safe: one writer at a time, readers concurrently. Raises ConfigError for a folder that it cannot take."""
 
     def __init__(self, folder: Path, *, cap: int):
         self.folder, self.cap = folder, cap
@@ -78,7 +67,7 @@ class PrefixStore:
         self.num_forgets = 0
         self._entries: OrderedDict[_Name, StoredEntry] = OrderedDict()  # by last use
         self._lock, self._writing = threading.RLock(), threading.Lock()
-        self._owned = _own(folder)
+        self._owned = take_folder(folder)
         self._open()
 
     def __len__(self) -> int:
@@ -211,15 +200,14 @@ class PrefixStore:
         with self._writing, self._lock:
             for name in [name for name in self._entries if name[0] not in kept]:
                 self._remove(name)
-            for one in self._models():
-                if one.name not in kept:
-                    shutil.rmtree(one, ignore_errors=True)
+            for one in [one for one in model_folders(self.folder) if one.name not in kept]:
+                remove_model(one)
 
     def check(self) -> None:
         """Raises AssertionError unless the bytes are those of the entries and of the files, and within the cap."""
         with self._writing, self._lock:
             entries = sum(one.num_bytes for one in self._entries.values())
-            files = [path for one in self._models() for path in one.iterdir()]
+            files = [path for one in model_folders(self.folder) for path in files_of(one)]
             on_disk = sum(-(-path.stat().st_size // _BLOCK) * _BLOCK for path in files)
             if not self.used == entries == on_disk or self.used + self.reserved > self.cap:
                 raise AssertionError(f"{self.used=:,} {self.reserved=:,} {self.cap=:,}, {entries=:,} {on_disk=:,}")
@@ -272,12 +260,12 @@ class PrefixStore:
     def _open(self) -> None:
         """Reads the headers of all files, by last use; removes drafts, damaged files and what exceeds the cap."""
         found = list[tuple[float, _Name, StoredEntry]]()
-        for model in self._models():
-            for path in list(model.iterdir()):
-                matched = _NAME.fullmatch(path.name)
-                entry = _entry_of(path, model.name, int(matched[1])) if matched else None
+        for model in model_folders(self.folder):
+            for path in files_of(model):
+                user = user_of(path)
+                entry = None if user is None else _entry_of(path, model.name, user)
                 if entry is None:
-                    self.counts["corrupt"] += matched is not None
+                    self.counts["corrupt"] += user is not None
                     path.unlink()
                 else:
                     found.append((path.stat().st_mtime, (model.name, entry.key.user), entry))
@@ -285,9 +273,6 @@ class PrefixStore:
             self._entries[name] = entry
             self.used += entry.num_bytes
         self._make_room(0)
-
-    def _models(self) -> Iterator[Path]:
-        return (one for one in self.folder.iterdir() if one.is_dir())
 
     def _path(self, name: _Name) -> Path:
         return self.folder / name[0] / f"{name[1]}.kv"
@@ -320,19 +305,6 @@ class PrefixStore:
             self._path(name).unlink()
 
 
-def model_name(made_by: Sequence[str]) -> str:
-    """The folder of a model."""
-    return digest_of(tuple(made_by))
-
-
-def remove_user(folder: Path, user: int) -> int:
-    """Removes the files of a user from a store that another process may own; returns their number."""
-    found = [one for name in (f"{user}.kv", f".{user}.tmp") for one in folder.glob(f"*/{name}")]
-    for path in found:
-        path.unlink(missing_ok=True)
-    return len(found)
-
-
 def _name_of(key: PrefixKey) -> _Name:
     return model_name(key.made_by), key.user
 
@@ -351,18 +323,3 @@ def _entry_of(path: Path, model: str, user: int) -> StoredEntry | None:
     if path.stat().st_size > segments[-1].end:
         os.truncate(path, segments[-1].end)  # a segment that was cut off
     return StoredEntry(segments[-1].key, segments[-1].end)
-
-
-def _own(folder: Path) -> int:
-    """The lock of a folder; raises StoreInUseError if another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise StoreInUseError(
-            f"{folder} is the prefix store of another process; two would remove each other's files. End that process, or name "
-            "another folder with --prefix-store."
-        ) from None
-    return lock

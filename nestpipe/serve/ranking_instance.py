@@ -119,6 +119,7 @@ class RankingInstance(RecommendingInstance):
         if not items:
             nothing = ScoredItems([], [], found.allowed)
             return RecommendationAnswer(found=nothing, path="full", model=model, times_ms={}, stages=stages)
+        self._worker.admit(job.deadline - self._worker.clock())  # others were queued meanwhile
         # The history stays unnamed unless the caller sent it: the engine reads it after it notes invalidations.
         request = RankingRequest(
             user=job.user,

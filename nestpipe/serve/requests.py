@@ -112,6 +112,11 @@ class PrefillHint:
     history: Sequences | None = None
     reply: Future[HintDecision] = field(default_factory=Future)
 
+    @property
+    def deadline(self) -> float:
+        """When its request has gone."""
+        return self.until
+
     def work_ms(self, histories: UserHistories, served: ServedModel) -> float:
         """Nothing that a ranking request waits for."""
         return 0.0

@@ -23,7 +23,8 @@ import torch
 
 from nestpipe.models.kv_prefix import KVPrefix
 from nestpipe.serve.prefill import HistoryInputs, ServedModel
-from nestpipe.serve.prefix_store import PrefixStore, ReadPrefix, StoredEntry, StoredMatch, StoreInUseError
+from nestpipe.serve.prefix_folder import StoreInUseError
+from nestpipe.serve.prefix_store import PrefixStore, ReadPrefix, StoredEntry, StoredMatch
 from nestpipe.serve.service_folder import PREFIXES, note_store
 
 _log = logging.getLogger("nestpipe.serve")

@@ -93,17 +93,17 @@ class WorkerThread(ABC):
         if left_s <= 0:
             raise LateError("the deadline passed before the request could be queued.")
         if self.waits.exceeds(left_s):
-            wait_ms, left_ms = 1000 * self.waits.wait_s(), 1000 * left_s
+            wait_ms, left_ms = 1000 * self.waits.wait_s(self.clock() + left_s), 1000 * left_s
             raise BusyError(
                 f"{self.num_waiting} requests wait, for about {wait_ms:.0f} ms, and {left_ms:.0f} ms of the deadline are left; "
                 "try again later, or another instance."
             )
 
     @contextmanager
-    def admitting(self, reply: Future[Any], *, work: float = 1.0) -> Iterator[None]:
+    def admitting(self, reply: Future[Any], *, deadline: float, work: float = 1.0) -> Iterator[None]:
         """Queue one request in the body, which wakes the thread. Raises BusyError if the queue is full, StoppingError at the end.
 
-        `work` is its expected cost in a unit of the worker.
+        `work` is its expected cost in a unit of the worker. Requests with an earlier deadline are taken first.
         """
         with self._queueing:
             if self.is_stopping:
@@ -111,7 +111,7 @@ class WorkerThread(ABC):
             if (num := self.num_waiting) >= self.config.max_queue:
                 raise BusyError(f"{num} requests wait already; try again later, or another instance.")
             yield
-        self.waits.queue(reply, work)
+        self.waits.queue(reply, work, deadline=deadline)
         self._wake_up.set()
 
     def wake(self) -> None:

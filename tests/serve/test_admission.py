@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import socket
 import time
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import httpx
+import numpy as np
 import pytest
 import uvloop
 
 from nestpipe.serve.admission import ArrivalClock, WaitEstimate, measured
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import body_parser, parse
-from nestpipe.serve.requests import BusyError
+from nestpipe.serve.requests import BusyError, LateError
 from nestpipe.serve.route_headers import FORWARDED_HEADER
 from nestpipe.serve.schemas import (
     RankedItems,
@@ -30,11 +34,11 @@ def answer(**fields):
     return RankedItems(items=[], scores=[], path="full", model="m", **fields)
 
 
-def queued(estimate, works):
+def queued(estimate, works, deadline=0.0):
     """Requests of these sizes; returns their replies."""
     replies = [Future() for _ in works]
     for reply, work in zip(replies, works, strict=True):
-        estimate.queue(reply, work)
+        estimate.queue(reply, work, deadline=deadline)
     return replies
 
 
@@ -75,17 +79,126 @@ def test_predictions_that_were_wrong_leave_more_room():
         return found
 
     answer_all(64, late_s=0.0)
-    assert needed_ms() == 112, "a wait of 100 ms, of 0.9 of the time"
-    answer_all(5, late_s=0.3)
+    assert needed_ms() == 223, "a wait of 100 ms and 100 ms of its own, of 0.9 of the time"
+    answer_all(5, late_s=0.2)
     answer_all(3, late_s=0.0)
-    assert needed_ms() == 112, "a moment is no rule"
-    answer_all(64, late_s=0.3)
-    assert needed_ms() == 445, "100 ms and 300"
+    assert needed_ms() == 223, "a moment is no rule"
+    answer_all(64, late_s=0.2)
+    assert needed_ms() == 445, "200 ms more"
     answer_all(64, late_s=0.45)
     assert needed_ms() == 556, "the process did not run: four times the expected time"
     assert not estimate.exceeds(0.0), "an idle worker refuses nothing"
-    answer_all(64, late_s=-0.05)
+    answer_all(64, late_s=-0.2)
     assert needed_ms() == 112, "to be early promises nothing"
+    answer_all(64, late_s=0.2)
+    clock.now += 60.0
+    assert needed_ms() <= 112, "what was a minute ago says nothing"
+
+
+def test_late_and_degraded_answers_say_that_a_prediction_was_wrong():
+    clock, late = Clock(), []
+    estimate = WaitEstimate(clock)
+    for number in range(64):
+        estimate.observe(1.0, 0.1, is_full=True)
+        (reply,) = queued(estimate, [1.0])
+        clock.now += 0.3
+        if number % 2:
+            reply.set_exception(LateError("late"))
+        else:
+            reply.set_result(answer(degraded=True))
+        late.append(estimate._error_s)
+    assert late[-1] == pytest.approx(0.3)
+    for reply in queued(estimate, [0.0] * 64):  # prefill hints
+        reply.set_result(answer())
+    assert estimate._error_s == pytest.approx(0.3)
+    refused = queued(estimate, [1.0] * 64)
+    for reply in refused:
+        reply.set_exception(BusyError("a request's own mistake, or a full queue"))
+    assert estimate._error_s == pytest.approx(0.3)
+
+
+def test_a_request_waits_for_those_with_earlier_deadlines():
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+    estimate.observe(1.0, 0.01, is_full=True)
+    bulk = queued(estimate, [1.0] * 12, deadline=clock.now + 60)
+    assert not estimate.exceeds(0.1), "it is answered before them"
+    urgent = queued(estimate, [1.0] * 4, deadline=clock.now + 0.1)
+    assert estimate.wait_s(clock.now + 0.1) == pytest.approx(0.04)
+    assert estimate.wait_s(clock.now + 90) == pytest.approx(0.16)
+    clock.now += 0.5
+    for reply in [*urgent, *bulk]:
+        reply.set_result(answer())
+    assert list(estimate._errors)[-1] == pytest.approx(0.04 * 4), "capped; the overtaken ones say nothing"
+    assert sum(one > 0 for one in estimate._errors) == 4
+    assert estimate.wait_s() == 0
+
+
+@dataclass(order=True)
+class Job:
+    """A request of a simulation: queued by deadline; `work_ms` alone on the worker."""
+
+    deadline: float
+    number: int
+    work_ms: float = field(compare=False)
+    kind: str = field(compare=False)
+    reply: Future = field(compare=False, default_factory=Future)
+
+
+def simulated(kinds, *, load, seconds=40.0):
+    """Answers by kind and outcome of one worker: `kinds` has (name, work in ms, deadline in ms); each has an equal share."""
+    random, clock, found = np.random.default_rng(0), Clock(), Counter()
+    estimate, waiting, began = WaitEstimate(clock), [], clock.now
+    mean_s = sum(work for _, work, _ in kinds) / len(kinds) / 1000
+    times = clock.now + np.cumsum(random.exponential(mean_s / load, int(seconds * load / mean_s)))
+    arrivals = deque(zip(times.tolist(), random.integers(0, len(kinds), len(times)).tolist(), strict=True))
+
+    def arrive(until):
+        while arrivals and arrivals[0][0] <= until:
+            at, which = arrivals.popleft()
+            clock.now = max(clock.now, at)
+            kind, work_ms, deadline_ms = kinds[which]
+            if estimate.exceeds(deadline_ms / 1000):
+                found[kind, "refused"] += 1
+                continue
+            job = Job(at + deadline_ms / 1000, len(arrivals), work_ms, kind)
+            estimate.queue(job.reply, work_ms, deadline=job.deadline)
+            heapq.heappush(waiting, job)
+
+    while arrivals or waiting:
+        if not waiting:
+            arrive(arrivals[0][0])
+            continue
+        job, start = heapq.heappop(waiting), clock.now
+        left_ms = 1000 * (job.deadline - start)
+        is_degraded = left_ms < job.work_ms  # as the engine: what cannot be done in time is done in part
+        if left_ms <= 0:
+            job.reply.set_exception(LateError("late"))
+            found[job.kind, "late"] += 1
+            continue
+        end = start + min(job.work_ms, left_ms) / 1000
+        arrive(end)
+        clock.now = end
+        job.reply.set_result(answer(degraded=is_degraded))
+        if not is_degraded:
+            estimate.observe(job.work_ms, end - start, is_full=True)
+        found[job.kind, "degraded" if is_degraded else "useful"] += 1
+    return found, found.total(), (clock.now - began) / mean_s
+
+
+@pytest.mark.parametrize("work_ms", [5.0, 20.0, 40.0])
+def test_at_three_times_its_capacity_a_worker_answers_nearly_as_much(work_ms):
+    """Also if a request takes much of its deadline, which short requests do not show."""
+    found, _, capacity = simulated([("all", work_ms, 100.0)], load=3.0)
+    assert found["all", "useful"] >= 0.97 * capacity
+    assert found["all", "late"] + found["all", "degraded"] <= 0.02 * capacity
+
+
+def test_requests_that_have_time_do_not_keep_urgent_ones_out():
+    found, total, _ = simulated([("bulk", 10.0, 10_000.0), ("urgent", 10.0, 100.0)], load=0.9)
+    assert found["bulk", "useful"] + found["urgent", "useful"] >= 0.99 * total
+    found, _, capacity = simulated([("bulk", 10.0, 10_000.0), ("urgent", 10.0, 100.0)], load=1.2)
+    assert found["urgent", "useful"] >= 0.45 * capacity, "they are 0.6 of it, and old requests become urgent too"
 
 
 def test_sums_of_fractions_leave_no_wait():
@@ -195,7 +308,7 @@ def test_a_request_that_would_wait_too_long_is_refused_before_its_history_is_rea
         user = int(service.run.sequences.users[0])
         usual = service.recommend(user=user, k=3, deadline_ms=60_000)
         reply = Future()
-        worker.waits.queue(reply, 1.0)
+        worker.waits.queue(reply, 1.0, deadline=0.0)
         worker.waits._busy_s, worker.waits._worked = 10.0, 1.0  # one request is queued, and takes ten seconds
         read, of = [], worker.histories.of
         worker.histories.of = lambda user: read.append(user) or of(user)
