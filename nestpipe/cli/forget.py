@@ -20,7 +20,7 @@ from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
 from nestpipe.generative.nearline_job import JobLedger, ledgers_of
-from nestpipe.serve.prefix_store import remove_user
+from nestpipe.serve.prefix_folder import remove_user
 from nestpipe.serve.service_folder import EVENTS, store_folders
 from nestpipe.state.erase_entries import erase_entries, number_in
 from nestpipe.state.service_state import ServiceState, open_state

@@ -20,7 +20,7 @@ from nestpipe.serve.model import open_served
 from nestpipe.serve.nearline_prefill import NearlinePrefill
 from nestpipe.serve.open_service import kind_of, open_histories
 from nestpipe.serve.own_ids import ServiceIds
-from nestpipe.serve.prefix_store import StoreInUseError
+from nestpipe.serve.prefix_folder import StoreInUseError
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.stored_prefixes import BEHIND, StoredPrefixes, open_stored
 from nestpipe.training.run_folder import Run

@@ -16,7 +16,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
 
-from nestpipe.serve.prefix_store import PrefixStore, StoreInUseError, remove_user
+from nestpipe.errors import ConfigError
+from nestpipe.serve.prefix_folder import StoreInUseError, remove_user
+from nestpipe.serve.prefix_store import PrefixStore
 from nestpipe.serve.service_folder import note_store, store_folders
 from nestpipe.serve.stored_prefixes import open_stored
 from tests.serve.stored_examples import SIZE, made, read, same, write
@@ -190,12 +192,56 @@ def test_forgetting_leaves_no_file_and_stops_writes_in_flight(store, monkeypatch
 def test_files_of_a_user_are_removed_from_a_store_that_another_process_owns(store):
     write(store, made(user=1))
     write(store, made(user=12))
-    (store.folder / "x").mkdir()
-    (store.folder / "x" / ".1.tmp").write_bytes(b"begun")
+    (model := store.folder / ("0" * 32)).mkdir()
+    (model / ".1.tmp").write_bytes(b"begun")
     assert remove_user(store.folder, 1) == 2
     assert read(store, made(user=1)) is None
     assert same(read(store, made(user=12)), made(user=12))
-    shutil.rmtree(store.folder / "x")
+    assert remove_user(store.folder / "gone", 1) == 0
+
+
+FOREIGN = {
+    "a run": ["lock", "config.json", "run.json", "serve/events.log", "checkpoints/step-000100/dense.pt"],
+    "the serve folder of a run": ["events.log", "token", "prefixes/1/lock"],
+    "a folder of stores": ["1/lock", f"1/{'0' * 32}/3.kv"],
+    "a folder of stores, with a lock": ["lock", f"1/{'0' * 32}/3.kv"],
+    "the folder of a model": ["3.kv", ".4.tmp"],
+    "a folder named like a digest": [f"{'0' * 32}/3.kv"],
+}
+
+
+@pytest.mark.parametrize("names", FOREIGN.values(), ids=FOREIGN.keys())
+def test_a_folder_that_is_no_store_is_refused_and_keeps_its_files(tmp_path, names):
+    folder, serve = tmp_path / "given", tmp_path / "serve"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ConfigError, match=r"it is no prefix store.*Name an empty or new folder with --prefix-store"):
+        open_stored(serve, folder=folder, cap=SIZE)
+    assert sorted(folder.rglob("*")) == before
+    assert store_folders(serve) == [], "'nestpipe forget' does not search it either"
+
+
+def test_a_store_removes_only_files_of_its_own_names(store):
+    write(store, made(user=1))
+    write(store, made(user=2, weights="old"))
+    models = sorted({path.parent for path in files(store)})
+    for model in models:
+        (model / ".5.tmp").write_bytes(b"begun")
+        for name in ("notes.txt", "x.kv", "7.kv.bak", "deep/8.kv"):
+            (model / name).parent.mkdir(exist_ok=True)
+            (model / name).write_text("precious")
+        (model / "9.kv").mkdir()
+    fresh = reopened(store)
+    assert sorted(fresh.users()) == [1, 2]
+    assert not list(fresh.folder.rglob("*.tmp"))
+    fresh.retain_models([made().key.made_by])
+    assert fresh.users() == [1]
+    fresh.check()
+    fresh.retain_models([])
+    assert {path.name for path in files(fresh)} == {"notes.txt", "x.kv", "7.kv.bak", "8.kv"}
+    assert len(files(fresh)) == 8
 
 
 def test_models_that_are_gone_leave_nothing(store):
