@@ -48,7 +48,7 @@ from nestpipe.serve.versioned_worker import VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
-_BREAKER_S = 5.0  # window of the latencies that open the breaker
+_BREAKER_S = 5.0  # window of the queueing times that open the breaker, and of reported latencies
 _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of them is admitted
 _QUEUE_S = 30.0  # window of queueing times
 _BATCH_MS = 20.0  # longer requests gain nothing from company, and whoever arrives meanwhile would wait
@@ -83,6 +83,8 @@ class Engine(VersionedWorker[ServedModel]):
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', value)
         self.latencies = RecentTimes(clock, window_s=_BREAKER_S)
         self._waits = RecentTimes(clock, window_s=_QUEUE_S)
+        # A request that misses the budget by its own work is no reason against prefills: they would spare it that work.
+        self._recent_waits = RecentTimes(clock, window_s=_BREAKER_S)
         self.queue_ms = 0.0  # P99 of the waits
         self._bucket = TokenBucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
         self._inbox: deque[RankingRequest | PrefillHint] = deque()
@@ -224,7 +226,7 @@ class Engine(VersionedWorker[ServedModel]):
             wait_ms=self._prefills.backlog_ms(key)
             if is_live
             else self._prefills.backlog_ms() + work_ms + costs.read_ms(num_stored),
-            rank_p99_ms=self.latencies.p99(),
+            recent_wait_ms=self._recent_waits.p99(),
             queue_ms=self.queue_ms,
         )
         reason = decide(self.trigger, costs, load, num_events=inputs.num_events, num_candidates=hint.num_candidates)
@@ -265,7 +267,8 @@ class Engine(VersionedWorker[ServedModel]):
             if request.reply.cancelled() or slack_ms <= 0:
                 self.release(request.request)
                 if settle(request.reply, LateError("the deadline passed before the request could be ranked.")):
-                    self.latencies.note(1000 * (self.clock() - request.arrived))
+                    self.latencies.note(waited_ms := 1000 * (self.clock() - request.arrived))
+                    self._recent_waits.note(waited_ms)
                 continue
             if request.inputs is None and not self._prepare(request):
                 continue
@@ -278,7 +281,8 @@ class Engine(VersionedWorker[ServedModel]):
                 self._reply(plan, np.zeros(len(request.items)))
                 continue
             if request.joined is None:
-                self._waits.note(1000 * (self.clock() - request.arrived))
+                for waits in (self._waits, self._recent_waits):
+                    waits.note(1000 * (self.clock() - request.arrived))
             plans.append(plan)
             if path == "join":
                 heapq.heappush(self._requests, request)

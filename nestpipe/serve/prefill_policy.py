@@ -133,8 +133,8 @@ class InstanceLoad:
     tokens_ms: float
     work_ms: float  # of the prefill, after what is stored of it was read
     wait_ms: float  # until it would be done, reading included
-    rank_p99_ms: float
-    queue_ms: float  # P99 queueing time of ranking requests
+    recent_wait_ms: float  # P99 queueing time of ranking requests in the last seconds
+    queue_ms: float  # the same over a longer time
 
 
 def decide_early(
@@ -175,7 +175,7 @@ def decide(
         ("already_live", load.is_live),
         ("no_room", not load.has_room),
         ("over_rate", load.tokens_ms < load.work_ms),
-        ("breaker", load.rank_p99_ms > config.budget_ms),
+        ("breaker", load.recent_wait_ms > config.budget_ms),
     )
     checked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
     first = next((reason for reason, fails in tests if fails and reason in checked), None)

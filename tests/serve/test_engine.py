@@ -20,6 +20,7 @@ from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
 from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.prefill_policy import RankingCosts
 from nestpipe.serve.requests import BusyError, LateError
 from nestpipe.serve.user_history import of_user, stored
 from nestpipe.serve.versioned_worker import ModelVersions
@@ -369,6 +370,35 @@ def test_a_batch_ends_before_it_is_long(runs, served, tmp_path, clock, full, num
 
 
 # The trigger at work.
+
+
+def test_requests_that_are_slow_by_their_own_work_do_not_stop_prefills(runs, served, tmp_path, clock, monkeypatch):
+    """A prefill would have spared them that work: to refuse it would make more of them."""
+    engine = make_engine(
+        runs("hstu"),
+        tmp_path,
+        clock=clock,
+        served=served(),
+        known=costs(full=50, hit=5, pre=30),
+        trigger=TriggerConfig(budget_ms=20.0, lead_ms=35.0, burst_ms=1000.0),
+    )
+    scored = engine._call
+
+    def slow(plans):
+        clock.now += 0.05
+        return scored(plans)
+
+    monkeypatch.setattr(engine, "_call", slow)
+    monkeypatch.setattr(RankingCosts, "observe", lambda *_: None)  # the call itself takes no 50 ms
+    for _ in range(40):
+        one = rank(engine, 8, slack_s=0.1)
+        settle(engine)
+        assert one.reply.result(0).path == "full"
+        engine.cache.invalidate()
+    assert engine.latencies.p99() > 20
+    asked = hint(engine, 9, "x")
+    settle(engine)
+    assert asked.reply.result(0).reason == "admitted"
 
 
 def test_reasons_and_what_is_held(runs, served, tmp_path, clock):

@@ -13,12 +13,19 @@ from nestpipe.serve.requests import RecentTimes, choose
 from tests.serve.small_rankers import Clock, costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
-OPEN = {"is_live": False, "has_room": True, "tokens_ms": 1000.0, "work_ms": 40.0, "wait_ms": 40.0, "rank_p99_ms": 5.0}
+OPEN = {
+    "is_live": False,
+    "has_room": True,
+    "tokens_ms": 1000.0,
+    "work_ms": 40.0,
+    "wait_ms": 40.0,
+    "recent_wait_ms": 5.0,
+}
 OPEN |= {"queue_ms": 0.0}
 RISKY = {"full": 50.0, "hit": 5.0, "pre": 40.0}
 # Each case also has every problem that is looked at later, so that only the order can make it the answer.
 LATER = (
-    ("breaker", {}, {"rank_p99_ms": 21.0}),
+    ("breaker", {}, {"recent_wait_ms": 21.0}),
     ("over_rate", {}, {"tokens_ms": 39.0}),
     ("no_room", {}, {"has_room": False}),
     ("already_live", {}, {"is_live": True}),
@@ -103,7 +110,7 @@ def test_shadow_decides_off_does_not_and_always_asks_for_room_and_rate_alone():
     assert found("shadow") == "shadow"
     assert found("shadow", has_room=False) == "no_room"
     assert found("off") == "off"
-    assert found("always", RISKY | {"full": 1.0, "hit": 90.0}, wait_ms=999.0, rank_p99_ms=99.0) == "admitted"
+    assert found("always", RISKY | {"full": 1.0, "hit": 90.0}, wait_ms=999.0, recent_wait_ms=99.0) == "admitted"
     assert found("always", has_room=False) == "no_room"
     assert found("always", tokens_ms=1.0) == "over_rate"
     assert found("always", is_live=True) == "already_live"
@@ -222,7 +229,7 @@ def test_limits_that_are_met_exactly_are_kept():
     assert decided({"full": 50.0, "hit": 20.001}) == "no_rescue"
     assert decided({}, wait_ms=50.0) == "admitted", "it is ready when the hit must begin"
     assert decided({}, tokens_ms=40.0) == "admitted"
-    assert decided({}, rank_p99_ms=20.0) == "admitted"
+    assert decided({}, recent_wait_ms=20.0) == "admitted"
     early = decide_early(CONFIG, Exact(**RISKY), queue_ms=0.0, num_events=1, num_candidates=9)
     assert early == "not_at_risk", "one event has no prefix"
 
