@@ -59,8 +59,9 @@ class Entries:
         """One step further: an entry more, for the rows that the batch `step` has updated, and the newest `most` of them."""
         begin, step = max(len(self.seen) + 1 - most, 0), self.step + 1
         num = len(self.seen) - begin
-        seen, centre = np.arange(self.step - num, step), _centre(config.beta1, config.beta2, self.step)
-        if native is None or native:
+        seen, centre = np.append(self.seen[begin:], self.step), _centre(config.beta1, config.beta2, self.step)
+        is_newest = not num or self.seen[-1] == self.step - 1  # a cut may end before
+        if is_newest and (native is None or native):
             powers, lr = (_powers(config.beta1, step + 1), _powers(config.beta2, step + 1)), float(rates[step - 1])
             state = advance_natively(self.state, begin, centre, powers, step, lr, config.weight_decay)
             if state is not None:

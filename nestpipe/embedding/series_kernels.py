@@ -42,10 +42,13 @@ def _advance() -> Callable[..., Any] | None:
 def advance_natively(
     state: Floats, begin: int, centre: float, powers: tuple[Floats, Floats], step: int, lr: float, weight_decay: float
 ) -> Floats | None:
-    """The state [ENTRY, n] from entry `begin` on, with a new entry and the term of `step`; None without the library."""
+    """The state [ENTRY, n] from entry `begin` on, with a new entry and the term of `step`; None without the library.
+
+    The entries are those of consecutive numbers of batches seen, the last of them of `step` - 2.
+    """
     if (advance := _advance()) is None:
         return None
-    assert state.flags.c_contiguous
+    state = np.ascontiguousarray(state)  # that of a cut is not
     new = np.empty((len(state), state.shape[1] - begin + 1))
     call = _SeriesStep(
         from_=state.ctypes.data,

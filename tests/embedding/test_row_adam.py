@@ -152,6 +152,22 @@ def test_native_series_have_the_bits_of_numpy(betas, weight_decay):
         assert natively.state.tobytes() == in_numpy.state.tobytes()
 
 
+def test_a_cut_advances_as_its_entries_do_among_all():
+    """Also one that is not contiguous in memory, or that ends before the newest entry."""
+    config = OptimizerConfig(optimizer="adam")
+    rates = np.array([rate(number) for number in range(30)])
+    entries = Entries.empty(config, 0, 0, 0)
+    for _ in range(20):
+        entries = entries.advance(rates, config, 40)
+    whole = entries.advance(rates, config, 40, native=False)
+    for begin, end in ((0, 20), (3, 20), (0, 5), (4, 9), (7, 7)):
+        own = [*range(begin, end), 20]
+        for native in (None, False):
+            found = entries.cut(begin, end).advance(rates, config, 40, native=native)
+            assert np.array_equal(found.seen, whole.seen[own])
+            assert found.state.tobytes() == whole.state[:, own].tobytes()
+
+
 def test_the_series_equals_the_steps_one_by_one():
     """At all gaps and second moments around eps, where a closed form without eps is wrong."""
     config = OptimizerConfig(optimizer="adam")
