@@ -46,7 +46,7 @@ def main(arguments: AlignArguments) -> int:
     is_interrupted = outcome.stopped == INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:
         if is_interrupted:
-            print("Next: the same command with --resume goes on")
+            print("Next: the same command with --resume continues")
             return 130
         report = align_report(Run.open(folder), shown_by)
         report.save(outcome.run.folder)

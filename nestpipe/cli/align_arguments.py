@@ -22,7 +22,7 @@ class AlignArguments:
     are at least as good as the logged one do; the next-code loss on logged items stays on as an anchor. At the end the start
     and the result are compared on held-out events: reward and NDCG@10, by scenario, with intervals.
 
-    Ctrl-C or a crash loses little: the same command with --resume goes on. Under 'nestpipe launch' several ranks share the work.
+    Ctrl-C or a crash loses little: the same command with --resume continues. Under 'nestpipe launch' several ranks share the work.
 
     Example: nestpipe align runs/shop --scenarios scenarios.json --run runs/shop-aligned
 

@@ -124,7 +124,7 @@ class Append(LogFlags):
     already is refused. Runs on the folder keep the old events until they are started again.
 
     The event log of a service (RUN/serve/events.log) is such a log too. Each of its events is appended once, also after a crash,
-    and removed from the log when the folder holds it; the service goes on meanwhile.
+    and removed from the log when the folder holds it; the service keeps running meanwhile.
 
     Example: nestpipe data append data/mine --from 'logs/2024-06-*.csv.gz'
 

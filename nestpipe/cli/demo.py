@@ -1,6 +1,6 @@
 """`nestpipe demo`: every capability once, on generated data. Each step is an ordinary command: printed, checked, timed.
 
-It begins as a new user does, with a log that has text ids, and goes on to what is behind.
+It begins as a new user does, with a log that has text ids, and continues with what is behind.
 
 A step is a function that returns its result in words, or raises `StepError`. `STEPS` lists them in order.
 """

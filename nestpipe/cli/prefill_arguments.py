@@ -16,7 +16,7 @@ class PrefillArguments:
     """Stores the KV prefixes of a ranker's users, so that their next requests are hits.
 
     Running instances do it while no request waits. If none runs, the command fills the store that the next 'nestpipe serve'
-    opens. What is stored already is passed over: repeat an interrupted command, and it goes on.
+    opens. What is stored already is passed over: repeat an interrupted command, and it continues.
 
     Example: nestpipe prefill runs/ranking --top 1000
 

@@ -2,7 +2,7 @@
 
     look at the log -> propose columns -> ingest -> choose a model -> train -> eval -> report
 
-Every step is a normal command, shown before it runs. A second start goes on where the first one stopped.
+Every step is a normal command, shown before it runs. A second start continues where the first one stopped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(arguments: StartArguments) -> int:
             continue
         print(f"\n$ nestpipe {shlex.join(command)}", flush=True)
         if code := run_command(command):
-            print(f"stopped with code {code}; the same 'nestpipe start' goes on from here", file=sys.stderr)
+            print(f"stopped with code {code}; the same 'nestpipe start' continues from here", file=sys.stderr)
             return code
     _say_next(run)
     return 0

@@ -78,8 +78,8 @@ def main(argv: list[str]) -> int:
     is_interrupted = outcome.stopped == INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:
         folder = shlex.quote(str(outcome.run.folder))
-        print("Next: the same command with --resume goes on" if is_interrupted else f"Next: nestpipe eval {folder}")
-    return 130 if is_interrupted else 0  # so that 'train && eval' does not go on after Ctrl-C
+        print("Next: the same command with --resume continues" if is_interrupted else f"Next: nestpipe eval {folder}")
+    return 130 if is_interrupted else 0  # so that 'train && eval' does not continue after Ctrl-C
 
 
 def _steered(arguments: TrainArguments) -> Config:

@@ -123,7 +123,7 @@ def valid_texts(results: Sequence[Any], num_requests: int, max_chars: int, count
             counts["wrong_schema"] += 1
             continue
         seen[place] += 1
-        # A small model may go on with JSON inside of the text.
+        # A small model may continue with JSON inside of the text.
         line = " ".join(re.split(r"[{}]", text)[0].split()).rstrip(" ,;:")
         if line.isprintable() and 0 < len(line) <= max_chars:
             found[place] = line

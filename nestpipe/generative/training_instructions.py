@@ -157,7 +157,7 @@ class TrainingInstructions:
                 part = "" if count == 1 else f"shard {shard} of "
                 raise ConfigError(
                     f"{part}{self.path} has instructions for {done:,} of {len(sequences.users):,} users; the job was "
-                    "interrupted. The same 'nestpipe think --for-training' goes on."
+                    "interrupted. The same 'nestpipe think --for-training' continues."
                 )
         texts = list(self._connection.execute("SELECT digest, vector FROM texts ORDER BY digest"))
         if not texts:

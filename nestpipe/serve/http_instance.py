@@ -196,7 +196,7 @@ class HttpInstance(ABC):
     async def _ready(self, http: HttpRequest) -> Response:
         is_ready = not self.is_draining and not self._worker.is_stopping
         is_ready = is_ready and await run_in_threadpool(self.disk.check) and await self._works()
-        problem = self._worker.histories.state.problem()  # recommendations go on from what is known; writes do not
+        problem = self._worker.histories.state.problem()  # recommendations continue from what is known; writes do not
         answer = {"ready": is_ready and not problem, **({"problem": problem} if problem else {})}
         return JSONResponse(answer, 200 if answer["ready"] else 503)
 

@@ -91,7 +91,7 @@ def check_parity(served: ServedModel, histories: UserHistories, *, chunk: int) -
         if not apart <= allowed:  # NaN fails too
             raise ParityError(
                 f"{served.name} failed its parity self-test: with a prefix of {kept.key.length} events its scores are {apart:.1e} "
-                f"away from full inference, {allowed:.0e} is allowed. It is not served; the model in use goes on."
+                f"away from full inference, {allowed:.0e} is allowed. It is not served; the model in use stays."
             )
 
 

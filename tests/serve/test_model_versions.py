@@ -214,7 +214,7 @@ def test_prefixes_of_a_model_that_knows_the_request_fail_the_self_test(runs, ser
     engine = make_engine(runs("hstu"), tmp_path)
     undeclared(engine.versions.main)
     with pytest.raises(
-        model_versions.ParityError, match=r"failed its parity self-test: with a prefix of .* the model in use goes on"
+        model_versions.ParityError, match=r"failed its parity self-test: with a prefix of .* the model in use stays"
     ):
         model_versions.check_parity(engine.versions.main, engine.histories, chunk=8)
     sound = copy(served("hstu"))
