@@ -50,6 +50,8 @@ class KeepAliveTransport(httpx.AsyncBaseTransport):
         return httpx.AsyncHTTPTransport(limits=httpx.Limits(max_keepalive_connections=self._max_idle), trust_env=False)
 
     def _take(self, place: _Place) -> _Connection | None:
+        while self._idle and self._idle[0].idle_s > _KEPT_S:
+            self._idle.popleft().close()
         for connection in reversed(self._idle):
             if connection.place == place:
                 self._idle.remove(connection)
@@ -71,7 +73,7 @@ class KeepAliveTransport(httpx.AsyncBaseTransport):
             connection.close()
             return
         self._idle.append(connection)
-        while len(self._idle) > self._max_idle or self._idle[0].idle_s > _KEPT_S:
+        if len(self._idle) > self._max_idle:
             self._idle.popleft().close()
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from nestpipe.gateway import keep_alive
 from nestpipe.gateway.instance_client import make_client
 from nestpipe.gateway.keep_alive import KeepAliveTransport
 
@@ -209,6 +210,23 @@ def test_a_port_where_nobody_listens_is_an_error_of_the_connection():
         async with make_client() as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(server.url)
+
+    run(body)
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch):
+    monkeypatch.setattr(keep_alive, "_KEPT_S", 0.1)
+
+    async def body() -> None:
+        async with served(echo) as (server, client):
+            await asyncio.gather(*(client.post(server.url, content=b"%d" % n) for n in range(3)))
+            await client.post(server.url, content=b"soon")
+            assert server.num_connections == 3
+            await asyncio.sleep(0.15)
+            assert (await client.post(server.url, content=b"late")).content == b"late"
+            assert server.num_connections == 4
+            await asyncio.sleep(0.02)
+            assert [one.is_closing() for one in server.writers] == [True] * 3 + [False]
 
     run(body)
 
