@@ -108,8 +108,8 @@ class NearlinePrefill:
         if task.prefix is None or task.prefix.key.length < length:
             task.prefix = task.inputs.served.fill(task.inputs, task.prefix, chunk=self._chunk)
         if task.prefix.key.length == length:
-            self._stored.offer(task.inputs, task.prefix, since=task.since)
-            self.counts["stored"] += 1
+            is_offered = self._stored.offer(task.inputs, task.prefix, since=task.since)
+            self.counts["stored" if is_offered else "passed_over"] += 1
             self._task = None
 
     def _next(self) -> NearlineTask | None:

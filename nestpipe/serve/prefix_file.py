@@ -173,5 +173,7 @@ def _rows(prefix: KVPrefix) -> Iterator[Tensor]:
 
 def _bytes_of(rows: Tensor) -> memoryview:
     """The memory of rows in the host's memory; rows elsewhere are copied."""
+    if not rows.numel():
+        return memoryview(b"")  # an empty tensor may have strides that cannot be viewed as bytes
     array: Any = rows.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)

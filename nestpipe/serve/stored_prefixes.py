@@ -71,8 +71,10 @@ class StoredPrefixes:
         return self._lacks(entry, length) and served.costs.stores(num_events, length * served.event_bytes)
 
     def _lacks(self, entry: StoredEntry | None, length: int) -> bool:
+        if length < self._behind:  # also if a long one is stored: a request may send a short history
+            return False
         if entry is None or entry.is_stale:
-            return length >= self._behind
+            return True
         # Shorter than what is stored: the window has moved.
         return length - entry.key.length >= self._behind or length < entry.key.length
 

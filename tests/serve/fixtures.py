@@ -11,8 +11,10 @@ import pytest
 
 from nestpipe import train
 from nestpipe.serve.model import open_served
+from nestpipe.serve.prefix_store import PrefixStore
+from nestpipe.serve.stored_prefixes import StoredPrefixes
 from tests.serve import small_generative
-from tests.serve.small_rankers import Clock, make_engine, make_log, make_run
+from tests.serve.small_rankers import BEHIND, ON, Clock, costs, make_engine, make_log, make_run
 from tests.serve.small_services import make_runs
 
 
@@ -74,6 +76,25 @@ def clock():
 @pytest.fixture
 def engine(runs, served, tmp_path, clock):
     return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())
+
+
+@pytest.fixture
+def opened(runs, served, tmp_path, clock):
+    """Engines on one store; a new one takes it over, with empty memory tiers."""
+    engines = []
+
+    def of(backbone="hstu", *, cap=1 << 20, trigger=ON, **options):
+        if engines:
+            engines[-1].tiers.stored.close()
+        kept = StoredPrefixes(PrefixStore(tmp_path / "store", cap=cap), behind=BEHIND)
+        own = {"clock": clock, "served": served(backbone), "known": costs(), **options}
+        own["known"].observe = lambda *_: None  # a busy machine would make other paths the better ones
+        engines.append(make_engine(runs(backbone), tmp_path, trigger=trigger, stored=kept, **own))
+        return engines[-1]
+
+    yield of
+    if engines:
+        engines[-1].tiers.stored.close()
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from nestpipe.state.service_state import FileState
 from tests.eval.ranking_ranks import MODELS, ranking_config
 
 MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 24
+BEHIND = 4  # events of a KV prefix that are worth storing
+ON = TriggerConfig(budget_ms=1e6, burst_ms=1e9)  # keeps what full inference computes
 
 
 def make_log(folder):

@@ -13,33 +13,10 @@ from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefix_store import PrefixStore
-from nestpipe.serve.stored_prefixes import StoredPrefixes
 from nestpipe.serve.user_history import of_user, stored
 from nestpipe.serve.versioned_worker import ModelVersions
-from tests.serve.small_rankers import BLOCK, MAX_LEN, costs, hint, make_engine, rank, settle
+from tests.serve.small_rankers import BEHIND, BLOCK, MAX_LEN, costs, hint, rank, settle
 from tests.serve.test_engine import ITEMS, add, answer, asked_of, same
-
-BEHIND, ROOM = 4, 1 << 20
-ON = TriggerConfig(budget_ms=1e6, burst_ms=1e9)  # keeps what full inference computes
-
-
-@pytest.fixture
-def opened(runs, served, tmp_path, clock):
-    """Engines on one store; a new one takes it over, with empty memory tiers."""
-    engines = []
-
-    def of(backbone="hstu", *, cap=ROOM, trigger=ON, **options):
-        if engines:
-            engines[-1].tiers.stored.close()
-        kept = StoredPrefixes(PrefixStore(tmp_path / "store", cap=cap), behind=BEHIND)
-        own = {"clock": clock, "served": served(backbone), "known": costs(), **options}
-        own["known"].observe = lambda *_: None  # a busy machine would make other paths the better ones
-        engines.append(make_engine(runs(backbone), tmp_path, trigger=trigger, stored=kept, **own))
-        return engines[-1]
-
-    yield of
-    if engines:
-        engines[-1].tiers.stored.close()
 
 
 def ranked(engine, user, **fields):

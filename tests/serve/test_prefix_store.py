@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
 
@@ -54,6 +57,17 @@ def test_what_was_written_is_read_also_after_a_restart(store, has_times):
         assert read(opened, made(salt=1)) is None
         assert read(opened, made(user=4)) is None
         assert read(opened, made(weights="others")) is None
+
+
+@pytest.mark.parametrize("has_times", [True, False])
+def test_a_prefix_without_events_is_read_and_extended(store, has_times):
+    empty, long = (made(length=one, has_times=has_times) for one in (0, 10))
+    if has_times:
+        empty = replace(empty, times=torch.from_numpy(np.empty(0, np.int64)))  # of stride 0, as a request brings it
+    assert write(store, empty)
+    assert same(read(reopened(store), empty), empty)
+    assert write(store, long, follows=empty.key)
+    assert same(read(reopened(store), long), long)
 
 
 def test_a_longer_prefix_is_appended_and_another_history_replaces_the_file(store):
