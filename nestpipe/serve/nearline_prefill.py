@@ -80,7 +80,9 @@ class NearlinePrefill:
     def start_over(self) -> None:
         """After removals, and when the folder may have grown: drops work in flight, and extends whatever is behind."""
         task, self._task = self._task, None
-        self._note(self._stored.store.users() + ([task.inputs.user] if task else []))
+        self._note(self._stored.store.users())
+        if task is not None:
+            self.request([task.inputs.user])
 
     def _note(self, users: Iterable[int]) -> None:
         self.request(user for user in users if self._is_stored(user) and self._is_behind(user))
@@ -108,9 +110,16 @@ class NearlinePrefill:
         if task.prefix is None or task.prefix.key.length < length:
             task.prefix = task.inputs.served.fill(task.inputs, task.prefix, chunk=self._chunk)
         if task.prefix.key.length == length:
-            is_offered = self._stored.offer(task.inputs, task.prefix, since=task.since)
-            self.counts["stored" if is_offered else "passed_over"] += 1
             self._task = None
+            is_offered = self._stored.offer(task.inputs, task.prefix, since=task.since, dropped=self._retry)
+            with self._lock:
+                self.counts["stored" if is_offered else "passed_over"] += 1
+
+    def _retry(self, user: int) -> None:
+        """A write was dropped with those of others: reads the events anew. From any thread."""
+        with self._lock:
+            self.counts["stored"] -= 1
+            self._users[user] = None
 
     def _next(self) -> NearlineTask | None:
         """The work of the next user who has any, from what is stored of it."""
@@ -150,4 +159,5 @@ def fill_version(
     while len(work):
         if not work.run():
             time.sleep(_PAUSE_S)
-    stored.flush()
+        if not len(work):
+            stored.flush()  # what is dropped with others meanwhile is requested again

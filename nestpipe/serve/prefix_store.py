@@ -26,6 +26,7 @@ from nestpipe.serve.prefix_folder import files_of, model_folders, model_name, re
 
 _log = logging.getLogger("nestpipe.serve")
 _BLOCK = 4096  # of a disk
+_MAX_FORGOTTEN = 10_000  # users of whom it is known when they were forgotten
 _Name = tuple[str, int]  # model, user
 
 
@@ -65,6 +66,8 @@ class PrefixStore:
         self.used = self.reserved = 0
         self.counts: Counter[str] = Counter()  # reads, read_bytes, writes, written_bytes, corrupt, evicted, failed
         self.num_forgets = 0
+        self._all_forgotten = 0  # `num_forgets` when the last removal began that concerned all users
+        self._forgotten: OrderedDict[int, int] = OrderedDict()  # and that of one user, the latest last
         self._entries: OrderedDict[_Name, StoredEntry] = OrderedDict()  # by last use
         self._lock, self._writing = threading.RLock(), threading.Lock()
         self._owned = take_folder(folder)
@@ -120,12 +123,12 @@ class PrefixStore:
     def write(self, prefix: KVPrefix, *, follows: PrefixKey | None = None, since: int) -> bool:
         """Stores a prefix. `follows` is the key of a shorter prefix of the same history: if that is stored, the rest is appended.
 
-        `since` is `num_forgets` before the events were read. False if there is no room, the disk fails, or a user was forgotten.
+        `since` is `num_forgets` before the events were read. False if there is no room, the disk fails, or the user was forgotten.
         """
         name = _name_of(prefix.key)
         with self._writing:
             entry = self._entries.get(name)
-            if since != self.num_forgets or (entry is not None and entry.key == prefix.key):
+            if self._is_forgotten(name[1], since) or (entry is not None and entry.key == prefix.key):
                 return False
             is_longer = entry is not None and entry.key == follows and entry.key.length < prefix.key.length
             before = entry if is_longer else None
@@ -175,24 +178,47 @@ class PrefixStore:
     # Removal.
 
     def forget(self, user: int | None = None) -> int:
-        """Removes the files of a user, or all, and what is being written; returns their number."""
+        """Removes the files of a user, or all, and what is being written of them; returns their number."""
         with self._lock:
-            self.num_forgets += 1
+            self._note_forgotten(user)
             doomed = [name for name in self._entries if user is None or name[1] == user]
             for name in doomed:
                 self._remove(name)
             return len(doomed)
 
     def retain(self, is_kept: Callable[[int, int], bool]) -> None:
-        """Removes the files of users whose history no longer has the events: `is_kept(user, length of the prefix)`."""
+        """Removes the files of users whose history no longer has the events: `is_kept(user, length of the prefix)`.
+
+        Drops all that is being written: `is_dropped_with_others` says whose may be written again.
+        """
         with self._lock:
-            self.num_forgets += 1
+            self._note_forgotten(None)
             lengths = [(name, entry.key.length) for name, entry in self._entries.items()]
         doomed = [name for name, length in lengths if not is_kept(name[1], length)]
         with self._lock:
             for name in doomed:
                 if name in self._entries:
                     self._remove(name)
+
+    def is_dropped_with_others(self, user: int, *, since: int) -> bool:
+        """Whether a write was dropped although its user was not forgotten."""
+        with self._lock:
+            return self._forgotten.get(user, 0) <= since < self._all_forgotten
+
+    def _is_forgotten(self, user: int, since: int) -> bool:
+        """Whether events that were read at `since` may have been removed."""
+        return since < max(self._all_forgotten, self._forgotten.get(user, 0))
+
+    def _note_forgotten(self, user: int | None) -> None:
+        """Under the lock."""
+        self.num_forgets += 1
+        if user is None:
+            self._all_forgotten = self.num_forgets
+            return
+        self._forgotten[user] = self.num_forgets
+        self._forgotten.move_to_end(user)
+        if len(self._forgotten) > _MAX_FORGOTTEN:
+            self._all_forgotten = max(self._all_forgotten, self._forgotten.popitem(last=False)[1])
 
     def retain_models(self, models: Collection[Sequence[str]]) -> None:
         """Removes what other models have stored: their prefixes are of no use."""
@@ -244,7 +270,7 @@ class PrefixStore:
                     return False  # the user was forgotten, and the file with its new segment is gone
                 self.used -= before.num_bytes
             else:
-                if since != self.num_forgets:
+                if self._is_forgotten(name[1], since):
                     draft.unlink()
                     return False
                 draft.replace(self._path(name))

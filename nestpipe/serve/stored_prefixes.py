@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,8 +79,13 @@ class StoredPrefixes:
         # Shorter than what is stored: the window has moved.
         return length - entry.key.length >= self._behind or length < entry.key.length
 
-    def offer(self, inputs: HistoryInputs, prefix: KVPrefix, *, since: int) -> bool:
-        """Writes the prefix of a history if enough of it is not stored; False if not, or if too many wait."""
+    def offer(
+        self, inputs: HistoryInputs, prefix: KVPrefix, *, since: int, dropped: Callable[[int], None] | None = None
+    ) -> bool:
+        """Writes the prefix of a history if enough of it is not stored; False if not, or if too many wait.
+
+        `dropped` is called with the user, in the writer's thread, if the write was dropped because others were removed.
+        """
         if not self.is_behind(inputs.served, prefix.key.user, inputs.num_events):
             return False
         if self.is_busy:
@@ -87,18 +93,30 @@ class StoredPrefixes:
         prefix = prefix.moved(torch.device("cpu"))
         with self._lock:
             self._pending_bytes += prefix.num_bytes
-        self._writes.submit(self._write, inputs, prefix, since)
+        try:
+            self._writes.submit(self._write, inputs, prefix, since, dropped)
+        except RuntimeError:  # closed
+            self._note_done(prefix)
+            raise
         return True
 
-    def _write(self, inputs: HistoryInputs, prefix: KVPrefix, since: int) -> None:
+    def _write(
+        self, inputs: HistoryInputs, prefix: KVPrefix, since: int, dropped: Callable[[int], None] | None
+    ) -> None:
+        user = prefix.key.user
         try:
             match = self.find(inputs)
-            self.store.write(prefix, follows=match.key if match else None, since=since)
+            is_written = self.store.write(prefix, follows=match.key if match else None, since=since)
+            if not is_written and dropped is not None and self.store.is_dropped_with_others(user, since=since):
+                dropped(user)
         except Exception:
             _log.exception("a KV prefix could not be stored")
         finally:
-            with self._lock:
-                self._pending_bytes -= prefix.num_bytes
+            self._note_done(prefix)
+
+    def _note_done(self, prefix: KVPrefix) -> None:
+        with self._lock:
+            self._pending_bytes -= prefix.num_bytes
 
     @property
     def is_busy(self) -> bool:

@@ -183,8 +183,9 @@ def test_forgetting_leaves_no_file_and_stops_writes_in_flight(store, monkeypatch
     assert store.forget(1) == 2
     assert [path.stem for path in files(store)] == ["2"]
     since = store.num_forgets
-    store.forget(9)
+    store.forget(3)
     assert not store.write(made(user=3), since=since), "its events were read before"
+    assert not store.is_dropped_with_others(3, since=since)
     create, append = store._create, store._append
 
     def forgets(act, user):
@@ -201,6 +202,23 @@ def test_forgetting_leaves_no_file_and_stops_writes_in_flight(store, monkeypatch
     assert not write(store, made(user=2, length=30), follows=made(user=2).key)
     assert files(store) == []
     assert store.used == store.reserved == 0
+
+
+def test_forgetting_a_user_stops_no_write_of_another(store, monkeypatch):
+    since = store.num_forgets
+    store.forget(9)
+    assert store.write(made(user=3), since=since)
+    store.retain(lambda user, length: True)
+    assert not store.write(made(user=4), since=since), "its events may have been removed"
+    assert [store.is_dropped_with_others(user, since=since) for user in (4, 9)] == [True, False]
+    assert store.write(made(user=4), since=store.num_forgets)
+    monkeypatch.setattr("nestpipe.serve.prefix_store._MAX_FORGOTTEN", 2)
+    since = store.num_forgets
+    for user in (10, 11, 12):
+        store.forget(user)
+    assert not store.write(made(user=10), since=since), "one that is no longer known counts as all"
+    assert store.write(made(user=5), since=since + 1)
+    assert not store.write(made(user=12), since=since + 1)
 
 
 def test_files_of_a_user_are_removed_from_a_store_that_another_process_owns(store):
@@ -353,7 +371,7 @@ class ThreeTiers(Books):
         begun = None if entry is None else made(user, min(entry.key.length, length), salt=salt)
         follows = begun.key if entry is not None and begun.key == entry.key else None
         is_new = entry is None or entry.key != prefix.key
-        is_written = self.store.write(prefix, follows=follows, since=self.store.num_forgets - stale)
+        is_written = self.store.write(prefix, follows=follows, since=-1 if stale else self.store.num_forgets)
         assert is_written == (is_new and not stale), "three blocks hold any of them"
         if is_written and follows is None:
             self.damaged.discard(user)

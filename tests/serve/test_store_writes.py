@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
+import pytest
 
 from nestpipe.serve.stored_prefixes import StoredPrefixes
 from nestpipe.serve.user_history import of_user, stored
 from tests.serve.small_rankers import BEHIND, settle
+from tests.serve.test_engine import asked_of
 from tests.serve.test_engine_store import files, ranked
 
 
@@ -41,3 +45,61 @@ def test_a_near_line_prefill_counts_only_what_was_offered(opened, monkeypatch):
     engine.nearline.request([3])
     settle(engine)
     assert dict(engine.nearline.counts) == {"passed_over": 1}
+
+
+def held_writer(stored):
+    """The writer thread waits until the event is set."""
+    going = threading.Event()
+    stored._writes.submit(going.wait, 10)
+    return going
+
+
+def test_forgetting_a_user_loses_no_near_line_write_of_others(opened):
+    engine = opened()
+    engine.nearline.limit(1e9)
+    engine._refresh()
+    kept, store = engine.tiers.stored, engine.tiers.stored.store
+    going = held_writer(kept)
+    engine.nearline.request([3, 4, 5])
+    settle(engine)
+    assert engine.nearline.counts["stored"] == 3
+    engine.invalidate(4)
+    going.set()
+    kept.flush()
+    assert sorted(store.users()) == [3, 5]
+
+    going = held_writer(kept)
+    engine.nearline.request([6, 7])
+    settle(engine)
+    engine.histories.forget(7)
+    engine._refresh()  # everything that was being written is dropped
+    going.set()
+    kept.flush()
+    assert sorted(store.users()) == [3, 5]
+    settle(engine)
+    kept.flush()
+    assert sorted(store.users()) == [3, 5, 6], "it was requested again"
+    assert engine.nearline.counts["stored"] == 3 + 1
+
+
+def test_a_removal_restarts_the_near_line_prefill_of_another(opened):
+    engine = opened(chunk=1)
+    engine.nearline.limit(1e9)
+    engine._refresh()
+    engine.nearline.request([3])
+    engine.nearline.run()
+    engine.histories.forget(7)
+    engine._refresh()
+    settle(engine)
+    engine.tiers.stored.flush()
+    assert engine.tiers.stored.store.users() == [3]
+
+
+def test_an_offer_after_the_end_gives_its_bytes_back(opened):
+    engine = opened()
+    inputs = asked_of(engine, 3)
+    prefix = engine.versions.main.fill_all(inputs, chunk=8)
+    engine.tiers.stored._writes.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        engine.tiers.stored.offer(inputs, prefix, since=0)
+    assert engine.tiers.stored._pending_bytes == 0
