@@ -43,7 +43,7 @@ from nestpipe.serve.requests import (
 )
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.stored_prefixes import StoredPrefixes
-from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.user_history import NOBODY, UserHistories
 from nestpipe.serve.versioned_worker import VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
@@ -220,7 +220,7 @@ class Engine(VersionedWorker[ServedModel]):
         work_ms = costs.pre_ms(key.length, length_of(begun) or num_stored)
         load = InstanceLoad(
             is_live=is_live,
-            has_room=self.cache.has_room(inputs.num_bytes),
+            has_room=hint.user != NOBODY and self.cache.has_room(inputs.num_bytes),
             tokens_ms=self._bucket.level(now),
             work_ms=work_ms,
             wait_ms=self._prefills.backlog_ms(key)

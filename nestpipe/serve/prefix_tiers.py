@@ -15,7 +15,7 @@ from nestpipe.serve.prefix_moves import PrefixMoves
 from nestpipe.serve.prefix_store import StoredMatch
 from nestpipe.serve.requests import RankingPlan
 from nestpipe.serve.stored_prefixes import StoredPrefixes
-from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.user_history import NOBODY, UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
 
@@ -105,7 +105,7 @@ class PrefixTiers:
     def is_worth_keeping(self, plan: RankingPlan, *, if_it_pays: bool) -> bool:
         """Whether to keep the prefix of a full inference: a hint requested it, or the next request takes half as long."""
         inputs, costs = plan.inputs, plan.inputs.served.costs
-        if plan.choice.path != "full" or inputs.served.ranker.model.anchored:
+        if inputs.user == NOBODY or plan.choice.path != "full" or inputs.served.ranker.model.anchored:
             return False
         pays = costs.halves(inputs.num_events, len(plan.request.items), inputs.num_bytes)
         is_wanted = len(self._prefills) > 0 and self._prefills.of(inputs.key) is not None

@@ -46,13 +46,13 @@ from nestpipe.serve.request_guard import Admit, Run, user_and_numbers, user_rout
 from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.requests import BusyError, LateError, RankingRequest, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
+from nestpipe.serve.user_history import NOBODY
 from nestpipe.serve.worker_thread import WorkerThread
 
 _log = logging.getLogger("nestpipe.serve")
 HistoryScores = Callable[[Sequence[Sequences], Sequence[int]], Tensor]
 """Scores [n, K] of K items for n histories."""
 _QUEUED = frozenset({"rank", "recommend", "generate"})  # calls that wait for the worker
-NOBODY = -1  # a number that no user of a log has
 _READY_S = 2.0  # that a recommendation for readiness may take
 _PROVEN_S = 10.0  # how long an answer proves that a full instance works
 _SAMPLE = 8  # events of the history for readiness

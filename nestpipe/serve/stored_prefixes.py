@@ -27,6 +27,7 @@ from nestpipe.serve.prefill import HistoryInputs, ServedModel
 from nestpipe.serve.prefix_folder import StoreInUseError
 from nestpipe.serve.prefix_store import PrefixStore, ReadPrefix, StoredEntry, StoredMatch
 from nestpipe.serve.service_folder import PREFIXES, note_store
+from nestpipe.serve.user_history import NOBODY
 
 _log = logging.getLogger("nestpipe.serve")
 BEHIND = 64  # events that `extend` computes at a request instead of a write
@@ -39,6 +40,7 @@ class StoredPrefixes:
 
     def __init__(self, store: PrefixStore, *, behind: int = BEHIND):
         self.store, self._behind = store, behind
+        store.forget(NOBODY)  # versions before 0.2 stored it
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="prefix-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="prefix-write", initializer=_lower_priority)
         self._lock, self._pending_bytes = threading.Lock(), 0
@@ -67,6 +69,8 @@ class StoredPrefixes:
 
     def is_behind(self, served: ServedModel, user: int, num_events: int) -> bool:
         """Whether the stored prefix of a user is too short for a history, or of another one, and a longer one pays."""
+        if user == NOBODY:
+            return False
         length = max(num_events - 1, 0)
         entry = self.store.peek(served.ranker.made_by, user)
         return self._lacks(entry, length) and served.costs.stores(num_events, length * served.event_bytes)

@@ -26,6 +26,8 @@ from nestpipe.serve.event_parser import Ints, parse_events, parse_feature
 from nestpipe.state.living_data import LivingData
 from nestpipe.state.service_state import Entry, ServiceState
 
+NOBODY = -1
+"""The user of requests that name none: a number that no user of a log has. Each has another history, so nothing is kept of it."""
 EventResult = Literal["stored", "duplicate"] | DataError
 """What became of a posted event."""
 
@@ -121,7 +123,7 @@ class UserHistories:
     def sample(self, num_events: int) -> Sequences:
         """A history made of the folder's events, to measure costs with."""
         own = self.sequences
-        return of_user(own, -1, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
+        return of_user(own, NOBODY, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
 
     def take_changed(self) -> set[int]:
         """Users with new events in the log since the last call, which the first call begins to note."""

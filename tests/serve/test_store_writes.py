@@ -7,9 +7,12 @@ import threading
 import numpy as np
 import pytest
 
+from nestpipe.serve.config import TriggerConfig
+from nestpipe.serve.requests import HintDecision
 from nestpipe.serve.stored_prefixes import StoredPrefixes
-from nestpipe.serve.user_history import of_user, stored
-from tests.serve.small_rankers import BEHIND, settle
+from nestpipe.serve.user_history import NOBODY, of_user, stored
+from tests.serve.small_rankers import ASKED, BEHIND, ON, hint, settle
+from tests.serve.stored_examples import made, write
 from tests.serve.test_engine import asked_of
 from tests.serve.test_engine_store import files, ranked
 
@@ -103,3 +106,27 @@ def test_an_offer_after_the_end_gives_its_bytes_back(opened):
     with pytest.raises(RuntimeError, match="shutdown"):
         engine.tiers.stored.offer(inputs, prefix, since=0)
     assert engine.tiers.stored._pending_bytes == 0
+
+
+def test_nothing_is_kept_of_requests_without_a_user(opened, log):
+    engine = opened(trigger=TriggerConfig(mode="always", burst_ms=1e9))
+    store = engine.tiers.stored.store
+    for user in (3, 4, 3, 4):
+        first = int(log.offsets[user])
+        history = of_user(log, NOBODY, stored(log, np.arange(first, first + 20)).in_time_order())
+        job = hint(engine, NOBODY, "r", history=history)
+        found = ranked(engine, NOBODY, history=history, request="r")
+        assert job.reply.result(0) == HintDecision("no_room")
+        assert (found.path, found.degraded) == ("full", False)
+        assert (len(engine.cache), files(engine), store.counts["writes"]) == (0, [], 0)
+    engine.trigger = ON  # keeps what full inference computes
+    assert ranked(engine, NOBODY, history=history).path == "full"
+    engine.nearline.request([NOBODY])
+    settle(engine)
+    assert (len(engine.cache), files(engine), dict(engine.nearline.counts)) == (0, [], {"passed_over": 1})
+    inputs = engine.versions.main.prepare(history, ASKED)
+    prefix = engine.versions.main.fill_all(inputs, chunk=8)
+    assert not engine.tiers.stored.offer(inputs, prefix, since=store.num_forgets)
+    write(store, made(user=NOBODY))  # as earlier versions did
+    write(store, made(user=5))
+    assert [path.stem for path in files(opened())] == ["5"]
