@@ -40,6 +40,7 @@ from nestpipe.serve.requests import (
     RankingRequest,
     RecentTimes,
     choose,
+    public_error,
 )
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.stored_prefixes import StoredPrefixes
@@ -173,19 +174,6 @@ class Engine(VersionedWorker[ServedModel]):
     def _model_of(self, user: int) -> ServedModel:
         return self.versions.of(user)
 
-    def _prepare(self, job: RankingRequest) -> bool:
-        """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
-        served = job.served or self.versions.of(job.user)
-        try:
-            events = self.histories.of(job.user) if job.history is None else job.history
-            job.inputs = served.prepare(events, job.query_time, earlier=self._pinned.get(job.request, (None,))[0])
-            job.candidates = served.candidates(job.items, self.histories.sequences)
-        except Exception as error:
-            self.release(job.request)
-            settle(job.reply, error)
-            return False
-        return True
-
     def _refresh(self) -> None:
         """Reads new events, and drops what was invalidated, expired or belongs to a model that is gone."""
         self.histories.refresh()
@@ -270,9 +258,8 @@ class Engine(VersionedWorker[ServedModel]):
                     self.latencies.note(waited_ms := 1000 * (self.clock() - request.arrived))
                     self._recent_waits.note(waited_ms)
                 continue
-            if request.inputs is None and not self._prepare(request):
+            if (plan := self._try_plan(request, slack_ms - total_ms)) is None:
                 continue
-            plan = self._plan(request, slack_ms - total_ms)
             path, cost_ms = plan.choice.path, plan.choice.cost_ms
             if plans and (path == "join" or path in DEGRADED or total_ms + cost_ms > min(until_ms, _BATCH_MS)):
                 heapq.heappush(self._requests, request)
@@ -292,9 +279,22 @@ class Engine(VersionedWorker[ServedModel]):
             until_ms = min(until_ms, slack_ms)
         return plans
 
-    def _plan(self, request: RankingRequest, slack_ms: float) -> RankingPlan:
-        assert request.inputs is not None
-        inputs, begun, stored, num_stored = request.inputs, None, None, 0
+    def _try_plan(self, job: RankingRequest, slack_ms: float) -> RankingPlan | None:
+        """Reads history and candidates when it is a request's turn; None if it cannot be read or planned, and was refused."""
+        served = job.served or self.versions.of(job.user)
+        try:
+            if job.inputs is None:
+                events = self.histories.of(job.user) if job.history is None else job.history
+                job.inputs = served.prepare(events, job.query_time, earlier=self._pinned.get(job.request, (None,))[0])
+                job.candidates = served.candidates(job.items, self.histories.sequences)
+            return self._plan(job, job.inputs, slack_ms)
+        except Exception as error:
+            self.release(job.request)
+            settle(job.reply, public_error(error, "a request could not be read"))
+            return None
+
+    def _plan(self, request: RankingRequest, inputs: HistoryInputs, slack_ms: float) -> RankingPlan:
+        begun, stored, num_stored = None, None, 0
         knows_user = self.cache.knows_user(request.user)
         state = self.cache.peek_state(inputs.key) if knows_user else None
         if state is None and (knows_user or self.tiers.stored is not None):

@@ -40,7 +40,7 @@ class StoredPrefixes:
 
     def __init__(self, store: PrefixStore, *, behind: int = BEHIND):
         self.store, self._behind = store, behind
-        store.forget(NOBODY)  # versions before 0.2 stored it
+        store.forget(NOBODY)  # earlier versions stored it
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="prefix-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="prefix-write", initializer=_lower_priority)
         self._lock, self._pending_bytes = threading.Lock(), 0

@@ -21,7 +21,7 @@ from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import RankingCosts
-from nestpipe.serve.requests import BusyError, LateError
+from nestpipe.serve.requests import BusyError, FailedError, LateError
 from nestpipe.serve.user_history import of_user, stored
 from nestpipe.serve.versioned_worker import ModelVersions
 from tests.serve.small_rankers import (
@@ -536,6 +536,24 @@ def test_an_unknown_candidate_is_the_callers_mistake(engine):
     settle(engine)
     with pytest.raises(DataError, match="item number 1000000000"):
         job.reply.result(0)
+
+
+def test_a_request_that_cannot_be_planned_is_answered_and_holds_up_no_other(engine, monkeypatch):
+    hint(engine, 3)
+    settle(engine)
+    plan = engine._plan
+
+    def planned(request, *arguments):
+        return plan(request, *arguments) if request.user != 3 else 1 / 0
+
+    monkeypatch.setattr(engine, "_plan", planned)
+    jobs = [rank(engine, 3, ITEMS, request="r"), rank(engine, 4, ITEMS)]
+    settle(engine)
+    with pytest.raises(FailedError, match="could not be read"):
+        jobs[0].reply.result(0)
+    assert jobs[1].reply.result(0).path == "full"
+    assert engine.cache.peek_state(asked_of(engine, 3).key) != EntryState.PINNED
+    assert not engine.release("r")
 
 
 def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
