@@ -26,11 +26,13 @@ from torch import Tensor
 from nestpipe.embedding.adam_series import CUT, ENTRY, NEVER, Entries, first_series, horizon, short_square
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.series_kernels import Floats
+from nestpipe.embedding.shared_tables import SharedTables
 from nestpipe.ops.device_memory import upload, used_here
 
 _MAX_CACHED = 16  # batches in flight, and a few more
 _BLOCK = 1 << 14  # entries computed at a time
-_TABLES = ("settled", "recent", "late", "rates", "keeps", "powers", "corrections")
+_GROWING = ("settled", "rates", "keeps", "powers", "corrections")  # a later batch has the same rows, and more
+_OWN = ("recent", "late")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +51,7 @@ class MissedSteps:
     horizon: int
     first_series: int
     short_square: float  # second moments from this on: the short series
+    shared: SharedTables
     _uploaded: dict[torch.device, tuple[MissedSteps, torch.Event]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -60,12 +63,13 @@ class MissedSteps:
         if device.type == self.settled.device.type:
             return self
         if device not in self._uploaded:
-            copies: dict[str, Any] = {name: upload(getattr(self, name), device) for name in _TABLES}
+            copies: dict[str, Any] = {name: upload(getattr(self, name), device) for name in _OWN}
+            copies |= self.shared.on({name: getattr(self, name) for name in _GROWING}, device)
             uploaded = replace(self, **copies), torch.accelerator.current_stream().record_event()
             self._uploaded.setdefault(device, uploaded)
         found, done = self._uploaded[device]
         torch.accelerator.current_stream().wait_event(done)
-        used_here(*(getattr(found, name) for name in _TABLES))  # freed when the batch is forgotten
+        used_here(*(getattr(found, name) for name in _GROWING + _OWN))  # freed when the batch is forgotten
         return found
 
 
@@ -87,6 +91,7 @@ class SkippedSteps:
         self._recent: Entries | None = None
         self._kept, self._num_kept = np.zeros(1), 0
         self._cached: OrderedDict[int, MissedSteps] = OrderedDict()
+        self._shared = SharedTables()
 
     def record(self, batch: int, lr: float) -> None:
         """Notes the learning rate of a batch; a batch that is read again may bring another."""
@@ -137,6 +142,7 @@ class SkippedSteps:
             del self._cached[key]
         if self._recent is not None and self._recent.step > step:
             self._recent = None
+        self._shared = SharedTables()  # batches that were read keep theirs
         self._num_settled = min(self._num_settled, max(step - self.horizon, 0))
         self._num_rates, self._num_kept = min(self._num_rates, step), min(self._num_kept, step)
         for name in ("rates", "keeps"):
@@ -161,6 +167,7 @@ class SkippedSteps:
             horizon=self.horizon,
             first_series=self.first_series,
             short_square=self._short_square,
+            shared=self._shared,
             **tables,
         )
 

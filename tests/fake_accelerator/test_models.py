@@ -11,7 +11,7 @@ import torch
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import ArrivedGrads
-from nestpipe.embedding.skipped_steps import SkippedSteps
+from nestpipe.embedding.skipped_steps import MissedSteps, SkippedSteps
 from nestpipe.ops.device_memory import address, download
 from tests.fake_accelerator import accelerator
 from tests.fake_accelerator.device_generation import train_generation
@@ -99,20 +99,38 @@ def test_a_window_that_does_not_fit_is_refused_with_the_numbers() -> None:
 def _uploads_of_skipped_steps(world: World) -> None:
     steps = SkippedSteps(OptimizerConfig(optimizer="adam", beta1=0.5), torch.float32)
     uploads = []
+    streams = [torch.Stream(device=world.device) for _ in range(3)]
     for number in range(80):
         steps.record(number, 1e-3)
         missed = steps.at(number + 1)
-        uploads.append((missed, missed.on(world.device)))
-        with torch.Stream(device=world.device) as other:
+        with streams[number % 2]:  # the other one has uploaded the rows before
+            uploads.append((missed, missed.on(world.device)))
+            for name in ("settled", "rates", "powers"):
+                getattr(uploads[-1][1], name).add(1)  # the fake sees it if this does not wait for the uploads
+        with streams[2]:
             on_other = missed.on(world.device)
             assert on_other is uploads[-1][1]
-            on_other.recent.add(1)  # the fake sees it if this does not wait for the upload
-        other.synchronize()
+            on_other.recent.add(1)
+    for stream in streams:
+        stream.synchronize()
     assert uploads[-1][0].num_settled > uploads[-9][0].num_settled > 0
+    # A batch has its own `recent`; of the others there are as many copies as a table has doubled, and the first one.
+    for name, most in (("settled", 8), ("powers", 8), ("corrections", 8), ("rates", 8)):
+        copies = {getattr(on_device, name).untyped_storage().data_ptr() for _, on_device in uploads}
+        assert len(copies - {0}) <= most
     for missed, on_device in uploads:  # those before the table grew keep theirs
-        assert len(on_device.settled) == missed.num_settled
-        for name in ("settled", "recent", "rates", "powers"):
-            assert torch.equal(download(getattr(on_device, name)), getattr(missed, name))
+        _assert_uploaded(missed, on_device)
+    for number in range(20, 80):  # these batches are read again, with another rate
+        steps.record(number, 2e-3)
+        again = steps.at(number + 1)
+        _assert_uploaded(again, again.on(world.device))
+    assert again.num_settled == uploads[-1][0].num_settled
+
+
+def _assert_uploaded(missed: MissedSteps, on_device: MissedSteps) -> None:
+    assert len(on_device.settled) == missed.num_settled
+    for name in ("settled", "recent", "late", "rates", "keeps", "powers", "corrections"):
+        assert torch.equal(download(getattr(on_device, name)), getattr(missed, name))
 
 
 def test_skipped_steps_are_uploaded_once_and_grow() -> None:
