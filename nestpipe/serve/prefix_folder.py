@@ -39,7 +39,12 @@ def take_folder(folder: Path) -> int:
 
     Raises ConfigError for a folder with files of others, StoreInUseError if another process holds the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(
+            f"{folder} is no folder, or is inside of a file; name a folder with --prefix-store."
+        ) from None
     _refuse_foreign(folder)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:

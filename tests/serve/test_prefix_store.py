@@ -232,6 +232,14 @@ def test_files_of_a_user_are_removed_from_a_store_that_another_process_owns(stor
     assert remove_user(store.folder / "gone", 1) == 0
 
 
+@pytest.mark.parametrize("name", ["file", "file/folder"])
+def test_a_file_is_no_folder_of_a_store(tmp_path, name):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="name a folder with --prefix-store"):
+        open_stored(tmp_path / "serve", folder=tmp_path / name, cap=SIZE)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
 FOREIGN = {
     "a run": ["lock", "config.json", "run.json", "serve/events.log", "checkpoints/step-000100/dense.pt"],
     "the serve folder of a run": ["events.log", "token", "prefixes/1/lock"],
