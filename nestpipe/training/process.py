@@ -87,9 +87,7 @@ def exact_arithmetic(num_threads: int) -> Iterator[None]:
     before = torch.get_deterministic_debug_mode(), torch.get_num_threads()
     debugging: Any = torch.utils.deterministic
     fill = debugging.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode(
-        "error"
-    )  # use_deterministic_algorithms(True) also imports torch's compiler: 1.3 s
+    torch.set_deterministic_debug_mode("error")  # the other call also imports torch's compiler, 1.3 s
     debugging.fill_uninitialized_memory = False  # costs a pass over every new tensor
     torch.set_num_threads(num_threads)
     try:
