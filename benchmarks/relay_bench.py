@@ -260,7 +260,7 @@ class Bench:
         print(
             f"  {arm.name:<13} {rate:7.1f}/s  good {found.good_share(budget_ms):6.1%} of {found.num_requests}"
             f"  p99 {found.p99_ms():7.1f} ms  lag {found.lag_p99_ms:.1f} ms{' VOID' if found.is_void else ''}"
-            f"  {dict(found.paths.most_common(4))}",
+            f"  {dict(found.paths.most_common(4))} {dict(found.problems)}",
             flush=True,
         )
         return found

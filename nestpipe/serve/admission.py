@@ -4,7 +4,7 @@
 
 A deadline starts when the bytes are there. A request whose predicted wait exceeds what is left of its deadline is refused before
 its history is touched. The prediction is the queued work with earlier deadlines at the speed of recent steps, and the error that
-was usual.
+was usual: the median if the queue was empty less than a deadline ago, else one that few exceeded.
 """
 
 from __future__ import annotations
@@ -122,11 +122,12 @@ class WaitEstimate:
         self._work = 0.0  # of all of them
         self._busy_s, self._worked, self._measured_at = 0.0, 0.0, 0.0  # of recent steps
         self._errors: deque[float] = deque([0.0] * _NUM_ERRORS, maxlen=_NUM_ERRORS)
-        self._num_errors, self._error_s, self._erred_at = (
-            0,
-            0.0,
-            0.0,
-        )  # by which answers are later than predicted, or less
+        self._num_errors, self._erred_at = 0, 0.0
+        self._error_s = self._median_s = (
+            0.0  # by which answers are later than predicted, or less: nine of ten, and half
+        )
+        self._empty_at = -math.inf  # when the queue was last empty
+        self._step_at: float | None = None  # when the step began that is taken now
         self.answered, self.num_answered = 0.0, 0  # work that was answered in full, and requests
 
     def queue(self, reply: Future[Any], work: float, *, deadline: float) -> None:
@@ -155,6 +156,13 @@ class WaitEstimate:
 
         reply.add_done_callback(settled)
 
+    def begin_step(self) -> None:
+        """The worker takes up the first of the queued requests, if there are any."""
+        self._step_at = self._clock()
+
+    def end_step(self) -> None:
+        self._step_at = None
+
     def observe(self, work: float, seconds: float, *, is_full: bool) -> None:
         """A step answered requests; `is_full` if it could not have taken more of them."""
         expected_s = work * self._unit_s()
@@ -172,11 +180,18 @@ class WaitEstimate:
             return self._wait_s(deadline)
 
     def exceeds(self, left_s: float) -> bool:
-        """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing."""
-        wait_s = self.wait_s(self._clock() + left_s)
-        return wait_s > 0 and wait_s + self._error_s * self._weight(self._erred_at) > _MARGIN * left_s
+        """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing.
+
+        A worker that was idle a moment ago has a burst and is not overloaded: who may be late is tried there, too.
+        """
+        now = self._clock()
+        wait_s = self.wait_s(now + left_s)
+        error_s = self._median_s if now - self._empty_at < left_s else self._error_s
+        return wait_s > 0 and wait_s + error_s * self._weight(self._erred_at) > _MARGIN * left_s
 
     def _insert(self, queued: _Queued) -> None:
+        if not self._queue:
+            self._empty_at = self._clock()
         place = bisect_right(self._queue, queued.deadline, key=_deadline_of)
         for later in self._queue[place:]:
             later.is_overtaken = True
@@ -184,16 +199,21 @@ class WaitEstimate:
         self._work += queued.work
 
     def _wait_s(self, deadline: float) -> float:
-        if not self._queue or self._queue[-1].deadline <= deadline:
-            return self._work * self._unit_s()
-        place = bisect_right(self._queue, deadline, key=_deadline_of)
-        return sum(one.work for one in self._queue[:place]) * self._unit_s()
+        work, unit_s = self._work, self._unit_s()
+        if self._queue and self._queue[-1].deadline > deadline:
+            place = bisect_right(self._queue, deadline, key=_deadline_of)
+            work = sum(one.work for one in self._queue[:place])
+        if not work or self._step_at is None:
+            return work * unit_s
+        done_s = min(self._clock() - self._step_at, self._queue[0].work * unit_s)  # of the first, in the current step
+        return max(work * unit_s - done_s, 0.0)
 
     def _note_error(self, error_s: float) -> None:
         self._errors.append(error_s)
         self._num_errors, self._erred_at = self._num_errors + 1, self._clock()
         if self._num_errors % _REFRESH == 0:
-            self._error_s = max(sorted(self._errors)[_EXPECTED], 0.0)
+            errors = sorted(self._errors)
+            self._error_s, self._median_s = max(errors[_EXPECTED], 0.0), max(errors[_NUM_ERRORS // 2], 0.0)
 
     def _unit_s(self) -> float:
         return self._busy_s / self._worked * self._weight(self._measured_at) if self._worked else 0.0
@@ -211,7 +231,11 @@ def _deadline_of(queued: _Queued) -> float:
 def measured(estimate: WaitEstimate, step: Callable[[], bool], *, num_waiting: int, max_batch: int) -> bool:
     """Takes a step, and notes its speed if it answered requests, of which `num_waiting` were there before."""
     before, num_before, began = estimate.answered, estimate.num_answered, time.perf_counter()
-    has_worked = step()
+    estimate.begin_step()
+    try:
+        has_worked = step()
+    finally:
+        estimate.end_step()
     num, work = estimate.num_answered - num_before, estimate.answered - before
     if work > 0:
         estimate.observe(work, time.perf_counter() - began, is_full=num >= max_batch or num < num_waiting)

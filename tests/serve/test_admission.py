@@ -58,9 +58,17 @@ def test_the_wait_is_the_queued_work_at_the_measured_speed():
     assert estimate.wait_s() == 0, "an idle worker refuses nothing"
 
 
+def standing(estimate, clock):
+    """A request that takes no time, so that the queue is not empty for ten seconds."""
+    (reply,) = queued(estimate, [1e-12])
+    clock.now += 10.0
+    return reply
+
+
 def test_predictions_that_were_wrong_leave_more_room():
     clock = Clock()
     estimate = WaitEstimate(clock)
+    kept = standing(estimate, clock)
 
     def queue_one():
         estimate.observe(1.0, 0.1, is_full=True)
@@ -87,12 +95,54 @@ def test_predictions_that_were_wrong_leave_more_room():
     assert needed_ms() == 445, "200 ms more"
     answer_all(64, late_s=0.45)
     assert needed_ms() == 556, "the process did not run: four times the expected time"
+    kept.cancel()
     assert not estimate.exceeds(0.0), "an idle worker refuses nothing"
+    standing(estimate, clock)
     answer_all(64, late_s=-0.2)
     assert needed_ms() == 112, "to be early promises nothing"
     answer_all(64, late_s=0.2)
     clock.now += 60.0
     assert needed_ms() <= 112, "what was a minute ago says nothing"
+
+
+def test_a_burst_is_no_overload():
+    """A tenth of the predictions was very wrong, but the queue was empty less than a deadline ago."""
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+    for number in range(64):
+        estimate.observe(1.0, 0.1, is_full=True)
+        (reply,) = queued(estimate, [1.0])
+        clock.now += 0.1 if number % 8 else 0.4
+        reply.set_result(answer())
+    assert (estimate._median_s, estimate._error_s) == (pytest.approx(0.1), pytest.approx(0.4))
+    replies = queued(estimate, [1.0, 1.0])
+    assert estimate.wait_s() == pytest.approx(0.2)
+    assert not estimate.exceeds(0.34)
+    assert estimate.exceeds(0.33), "it would be late as half of the others"
+    clock.now += 0.33
+    assert not estimate.exceeds(0.34)
+    clock.now += 0.02
+    assert estimate.exceeds(0.34), "the queue has not been empty for as long"
+    replies[0].set_result(answer())
+    queued(estimate, [1.0])
+    assert estimate.exceeds(0.34), "it was never empty"
+
+
+def test_the_time_that_a_step_took_so_far_is_no_wait():
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+    estimate.observe(1.0, 0.1, is_full=True)
+    queued(estimate, [1.0, 2.0])
+
+    def step():
+        clock.now += 0.06
+        assert estimate.wait_s() == pytest.approx(0.24)
+        clock.now += 0.2
+        assert estimate.wait_s() == pytest.approx(0.2), "no more than was expected of the first request"
+        return True
+
+    assert measured(estimate, step, num_waiting=2, max_batch=1)
+    assert estimate.wait_s() == pytest.approx(0.3)
 
 
 def test_late_and_degraded_answers_say_that_a_prediction_was_wrong():
@@ -145,7 +195,7 @@ class Job:
     reply: Future = field(compare=False, default_factory=Future)
 
 
-def simulated(kinds, *, load, seconds=40.0):
+def simulated(kinds, *, load, seconds=40.0, refuses=True):
     """Answers by kind and outcome of one worker: `kinds` has (name, work in ms, deadline in ms); each has an equal share."""
     random, clock, found = np.random.default_rng(0), Clock(), Counter()
     estimate, waiting, began = WaitEstimate(clock), [], clock.now
@@ -158,7 +208,7 @@ def simulated(kinds, *, load, seconds=40.0):
             at, which = arrivals.popleft()
             clock.now = max(clock.now, at)
             kind, work_ms, deadline_ms = kinds[which]
-            if estimate.exceeds(deadline_ms / 1000):
+            if refuses and estimate.exceeds(deadline_ms / 1000):
                 found[kind, "refused"] += 1
                 continue
             job = Job(at + deadline_ms / 1000, len(arrivals), work_ms, kind)
@@ -170,6 +220,7 @@ def simulated(kinds, *, load, seconds=40.0):
             arrive(arrivals[0][0])
             continue
         job, start = heapq.heappop(waiting), clock.now
+        estimate.begin_step()
         left_ms = 1000 * (job.deadline - start)
         is_degraded = left_ms < job.work_ms  # as the engine: what cannot be done in time is done in part
         if left_ms <= 0:
@@ -192,6 +243,16 @@ def test_at_three_times_its_capacity_a_worker_answers_nearly_as_much(work_ms):
     found, _, capacity = simulated([("all", work_ms, 100.0)], load=3.0)
     assert found["all", "useful"] >= 0.97 * capacity
     assert found["all", "late"] + found["all", "degraded"] <= 0.02 * capacity
+
+
+@pytest.mark.parametrize("kinds", [[("cached", 8.0, 48.0)] * 9 + [("full", 30.0, 48.0)], [("full", 15.0, 48.0)]])
+@pytest.mark.parametrize("load", [0.2, 0.35, 0.5])
+def test_nearly_nobody_is_refused_in_vain_at_a_moderate_load(kinds, load):
+    """Requests that take much of their deadline: a worker that refuses nobody is the reference."""
+    found, total, _ = simulated(kinds, load=load)
+    tried, _, _ = simulated(kinds, load=load, refuses=False)
+    useful, most = (sum(one[kind, "useful"] for kind in {name for name, _, _ in kinds}) for one in (found, tried))
+    assert most - useful <= 0.025 * total
 
 
 def test_requests_that_have_time_do_not_keep_urgent_ones_out():
