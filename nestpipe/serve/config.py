@@ -25,7 +25,7 @@ class EngineConfig:
     """How long a KV prefix stays on the device for its request."""
     host_ttl_s: float = 600.0
     """How long it stays on the host."""
-    chunk: int = 512
+    chunk: int = 1024
     """Events of a prefill chunk, which a ranking request may have to wait for."""
     max_batch: int = 16
     """Requests scored together, if that takes at most 20 ms."""
