@@ -126,9 +126,12 @@ class ServedModel:
         )
 
     def fill(self, inputs: HistoryInputs, kept: KVPrefix | None, *, chunk: int) -> KVPrefix:
-        """The prefix, one chunk longer than `kept`; all of it if its rows depend on the request (anchored models)."""
+        """The prefix, one chunk longer than `kept`; all of it if its rows depend on the request (anchored models).
+
+        The last chunk may be half as long again: a small rest would cost a call of its own.
+        """
         first, last = (kept.key.length if kept else 0), inputs.key.length
-        until = last if self.ranker.model.anchored else min(first + chunk, last)
+        until = last if self.ranker.model.anchored or last - first <= chunk + chunk // 2 else first + chunk
         chunk_events = cut_events(inputs.prefix, torch.tensor([first]), torch.tensor([until]))
         (filled,) = self.ranker.prefill(chunk_events) if kept is None else self.ranker.extend([kept], chunk_events)
         wait_here(*filled.keys)  # a ranking request must not queue behind chunks that were only launched

@@ -262,6 +262,20 @@ def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, 
     assert answer(engine, 3).path == "full"
 
 
+@pytest.mark.parametrize("chunk", [2, 3, 5, 8, 64])
+def test_the_last_chunk_takes_a_small_rest(runs, served, tmp_path, chunk):
+    """Each call has a cost of its own; none is longer than one and a half chunks."""
+    engine = make_engine(runs("hstu"), tmp_path, served=served())
+    inputs, lengths, kept = asked_of(engine, 3), [0], None
+    while lengths[-1] < inputs.key.length:
+        kept = engine.versions.main.fill(inputs, kept, chunk=chunk)
+        lengths.append(kept.key.length)
+    sizes = np.diff(lengths)
+    assert all(sizes[:-1] == chunk)
+    assert sizes[-1] <= chunk + chunk // 2
+    assert len(sizes) == 1 or sizes[-1] > chunk // 2, "no call for a small rest"
+
+
 # Deadlines.
 
 
