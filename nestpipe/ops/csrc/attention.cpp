@@ -72,6 +72,8 @@ void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, co
   Buckets search(boundaries, num_boundaries);
   for (int64_t number = 0; number < a->num_sequences; ++number) {
     const Sequence s(*a, number);
+    const int64_t* keys = key_times + s.first_key;
+    BucketRuns runs(boundaries, num_boundaries, keys, s.num_history);
     for (int64_t query = 0; query < s.num_queries; ++query) {
       const int64_t asked = query_times[s.first_query + query], start = a->starts[s.first_query + query];
       const int64_t seen = s.seen(query), count = seen + s.is_target(query);
@@ -81,13 +83,12 @@ void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, co
         if (log_gaps != nullptr) std::copy_n(log_gaps + before, round_up(count, kWidth), log_gaps + start);
         continue;
       }
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t gap = gap_of(asked, key_times[s.first_key + (i < seen ? i : s.place(query))]);
-        if (buckets != nullptr) buckets[start + i] = search.of(gap);
-        if (log_gaps != nullptr) log_gaps[start + i] = static_cast<float>(gap);
-      }
-      for (int64_t i = 0; log_gaps != nullptr && i < count; i += kWidth)
-        store(log_gaps + start + i, log(load(log_gaps + start + i)));
+      const auto gap = [&](int64_t i) { return gap_of(asked, keys[i < seen ? i : s.place(query)]); };
+      if (buckets != nullptr)
+        for (int64_t i = runs.fill(asked, seen, buckets + start); i < count; ++i) buckets[start + i] = search.of(gap(i));
+      if (log_gaps == nullptr) continue;
+      for (int64_t i = 0; i < count; ++i) log_gaps[start + i] = static_cast<float>(gap(i));
+      for (int64_t i = 0; i < count; i += kWidth) store(log_gaps + start + i, log(load(log_gaps + start + i)));
     }
   }
 }
