@@ -119,6 +119,11 @@ def test_a_burst_is_no_overload():
     assert estimate.wait_s() == pytest.approx(0.2)
     assert not estimate.exceeds(0.34)
     assert estimate.exceeds(0.33), "it would be late as half of the others"
+    many = queued(estimate, [0.0001] * 15)
+    assert estimate.wait_s() < 0.201
+    assert estimate.exceeds(0.36), "so many are no burst"
+    for reply in many:
+        reply.cancel()
     clock.now += 0.33
     assert not estimate.exceeds(0.34)
     clock.now += 0.02
