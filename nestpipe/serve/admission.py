@@ -4,7 +4,7 @@
 
 A deadline starts when the bytes are there. A request whose predicted wait exceeds what is left of its deadline is refused before
 its history is touched. The prediction is the queued work with earlier deadlines at the speed of recent steps, and the error that
-was usual: the median if the few that wait are a burst, else one that few exceeded.
+was usual: the median in a burst, else one that few exceeded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from nestpipe.serve.requests import LateError
 
 _MARGIN = 0.9  # share of the time that is left in which an answer should be ready: it must be sent, too
+_BURST_MARGIN = 0.8  # in a burst, where half of the errors are larger
 _NUM_ERRORS, _EXPECTED = 64, 58  # recent predictions whose errors are kept, and the rank of the error to expect
-_BURST = 16  # requests at most
 _REFRESH = 8  # answers after which that is looked up again
 _KEPT = 0.9  # weight of the steps before, with each new one
 _OUTLIER = 4.0  # times the expected time that a step, or an error, counts at most
@@ -183,13 +183,13 @@ class WaitEstimate:
     def exceeds(self, left_s: float) -> bool:
         """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing.
 
-        A few requests of a worker that was idle less than a deadline ago are a burst and no overload: who may be late is tried.
+        A worker that was idle less than a deadline ago has a burst and is not overloaded: the median error is expected there.
         """
         now = self._clock()
         wait_s = self.wait_s(now + left_s)
-        is_burst = len(self._queue) <= _BURST and now - self._empty_at < left_s
-        error_s = self._median_s if is_burst else self._error_s
-        return wait_s > 0 and wait_s + error_s * self._weight(self._erred_at) > _MARGIN * left_s
+        is_burst = now - self._empty_at < left_s
+        error_s, margin = (self._median_s, _BURST_MARGIN) if is_burst else (self._error_s, _MARGIN)
+        return wait_s > 0 and wait_s + error_s * self._weight(self._erred_at) > margin * left_s
 
     def _insert(self, queued: _Queued) -> None:
         if not self._queue:
