@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from nestpipe.serve.server import freeze_loaded_objects
+
 _END_S = 5.0  # that answers may take after the last arrival
 _MAX_CONNECTIONS = 4000
 
@@ -76,6 +78,7 @@ class _Line(asyncio.Protocol):
 
 def load(url: str, bodies: Path, *, rate: float, seconds: float, seed: int = 0) -> Arrivals:
     """Sends POST /v1/rank at a rate; waits some seconds for the last answers."""
+    freeze_loaded_objects()  # a collection of the generator would make answers late
     return asyncio.run(_load(url, requests_of(url, bodies), rate=rate, seconds=seconds, seed=seed))
 
 

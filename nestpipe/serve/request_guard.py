@@ -244,6 +244,7 @@ class CallEndpoint:
             status, content = _DISCONNECTED
         except Exception as error:
             status, content = self._problem(error)
+            error.__traceback__ = None  # its frames refer to the request, and the request's future to the error
         finally:
             if arrival is not None:
                 arrival.connection.running = None

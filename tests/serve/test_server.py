@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+from concurrent.futures import Future
 
 import httpx
 import msgspec
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from nestpipe.serve import server
 from nestpipe.serve.admission import Arrival
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import RequestGuard, ServiceApp
-from nestpipe.serve.server import HttpArrival, bind, run_apps
+from nestpipe.serve.server import HttpArrival, ServiceProtocol, bind, run_apps
+from nestpipe.serve.worker_thread import replied
 
 HEAD_S = 1
 
@@ -36,6 +40,10 @@ async def say(request):
     await asyncio.sleep(0.01 if request.text == "slow" else 0)
     if request.text == "busy":
         raise BadRequestError("busy", status=503, code="busy")
+    if request.text == "failed":  # as by a worker
+        reply = Future()
+        reply.set_exception(BadRequestError("failed"))
+        await replied(reply)
     return Said(request.text * request.times)
 
 
@@ -266,3 +274,27 @@ def test_an_answer_is_written_at_once(port, monkeypatch):
         line.sendall(posted("a"))
         assert answers(line, 1) == [said("a")]
     assert len(written) == 1
+
+
+def test_requests_and_connections_leave_nothing_to_collect(port, answered):
+    """Cycles of references wait for a collection, which stops all requests for up to 0.2 s."""
+    kinds = (ServiceProtocol, RequestResponseCycle, HttpArrival, Future, BadRequestError)
+
+    def traffic():
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+                for text in ("a", "busy", "failed", "slow"):
+                    line.sendall(posted(text))
+                    answers(line, 1)
+                line.sendall(posted("slow"))  # its connection is lost
+
+    gc.collect()
+    gc.disable()
+    try:
+        traffic()
+        end = time.monotonic() + 10
+        while any(isinstance(one, kinds) for one in gc.get_objects()):
+            assert time.monotonic() < end, [one for one in gc.get_objects() if isinstance(one, kinds)]
+            time.sleep(0.05)
+    finally:
+        gc.enable()
