@@ -30,7 +30,6 @@ _REFRESH = 8  # answers after which that is looked up again
 _KEPT = 0.9  # weight of the steps before, with each new one
 _OUTLIER = 4.0  # times the expected time that a step, or an error, counts at most
 _FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time
-_SOON_S = 0.005  # a loop that reads so soon after its last work did not sleep
 
 ARRIVAL = "nestpipe.arrival"
 """The key of an ASGI scope that has the request's `Arrival`, if the server is ours."""
@@ -69,35 +68,6 @@ class Arrival:
     def answer(self, status: int, body: bytes) -> bool:
         """Writes the whole answer, a JSON body, at once; False if it must be sent."""
         return False
-
-
-class ArrivalClock:
-    """Estimates when bytes arrived that an event loop reads now.
-
-    Reads of one poll are a batch. A batch that follows work at once found bytes that may have waited since the batch before.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._is_next = loop, True
-        self._began = self._at = 0.0  # of the current batch: its first read, and when its bytes arrived
-        self._worked_until = 0.0
-
-    def read(self) -> float:
-        """The time (monotonic) at which the bytes arrived, or somewhat earlier."""
-        if self._is_next:
-            before, self._began = self._began, time.monotonic()
-            self._at = before if self._began - self._worked_until < _SOON_S else self._began
-            self._is_next = False
-            self._loop.call_soon(self._end_batch)  # runs after this poll, and before the next
-        return self._at
-
-    def note_work(self) -> None:
-        """The loop has worked until now, so bytes may wait for it."""
-        self._worked_until = time.monotonic()
-
-    def _end_batch(self) -> None:
-        self._is_next = True
-        self.note_work()
 
 
 @dataclass(slots=True, eq=False)

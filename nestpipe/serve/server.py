@@ -8,12 +8,13 @@ import gc
 import resource
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import msgspec
 import uvicorn
@@ -22,15 +23,19 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.admission import ARRIVAL, Arrival, ArrivalClock
+from nestpipe.serve.admission import ARRIVAL, Arrival
 from nestpipe.serve.route_headers import RETRY_LATER
 from nestpipe.serve.schemas import ErrorReply, Problem
 
 _DRAIN_S = 10
 _OTHER_FILES = 128  # open files besides connections
+# Connections that are accepted per turn of the loop: uvloop accepts one per listening socket. While a turn takes 10 ms because of
+# overload, a thousand new connections would wait for ten seconds.
+_NUM_ACCEPTED = 16
 _MAX_HEAD_BYTES, _MAX_HEADERS = 16 << 10, 100
 _MAX_REQUESTS = 10_000  # on one connection; then it is closed, so that clients spread over new instances
 _GC_THRESHOLDS = 20_000, 10, 10  # the first exceeds the objects of some hundred requests in flight
+_LAST_DATA_AT = 52  # of `tcpi_last_data_recv`, the milliseconds since the last bytes arrived, in `struct tcp_info`
 _BAD_HTTP = 400, "bad_http", "this is no HTTP request."
 _LARGE_HEAD = 431, "large_head", f"the request head has more than {_MAX_HEAD_BYTES:,} bytes or {_MAX_HEADERS} fields."
 _TWO_LENGTHS = 400, "two_lengths", "Content-Length and Transfer-Encoding are both there; send one of them."
@@ -108,7 +113,7 @@ class ServiceProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._clock = _arrival_clock(self.loop)
+        self._socket = transport.get_extra_info("socket")
         self._arrived = self._waits_since = time.monotonic()
         self._num_requests, self._num_head_bytes, self._in_head = 0, 0, True
         self._refusal = _BAD_HTTP
@@ -117,14 +122,13 @@ class ServiceProtocol(HttpToolsProtocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._arrived = self._clock.read()
+        self._arrived = time.monotonic() - waited_s(self._socket)
         if self._in_head:
             self._num_head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refusal = _LARGE_HEAD
             self.send_400_response("")
-        self._clock.note_work()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -158,7 +162,6 @@ class ServiceProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._waits_since = time.monotonic()
         super().on_response_complete()
-        self._clock.note_work()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
@@ -192,14 +195,13 @@ class ServiceProtocol(HttpToolsProtocol):
             self._late = self.loop.call_later(left_s, self._close_if_late)
 
 
-_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, ArrivalClock] = WeakKeyDictionary()
+def waited_s(connection: socket.socket) -> float:
+    """How long the last bytes of a TCP connection were there before they are read now; the kernel counts in ticks of 1 to 10 ms.
 
-
-def _arrival_clock(loop: asyncio.AbstractEventLoop) -> ArrivalClock:
-    """One for all connections of a loop."""
-    if loop not in _clocks:
-        _clocks[loop] = ArrivalClock(loop)
-    return _clocks[loop]
+    A loop that is behind reads what arrived long ago, from connections that may have waited to be accepted: only the kernel knows.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_AT + 4)
+    return float(struct.unpack_from("=I", info, _LAST_DATA_AT)[0]) / 1000
 
 
 def max_connections() -> int:
@@ -270,9 +272,11 @@ async def run_apps(
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop)
-    tasks = [asyncio.create_task(server.serve(sockets=[one])) for server, (_, one) in zip(servers, apps, strict=True)]
-    while not all(server.started or task.done() for server, task in zip(servers, tasks, strict=True)):
-        await asyncio.sleep(0.01)
-    if all(server.started for server in servers):
-        started()
-    await asyncio.gather(*tasks)
+    with ExitStack() as stack:
+        copies = [[stack.enter_context(one.dup()) for _ in range(_NUM_ACCEPTED)] for _, one in apps]
+        tasks = [asyncio.create_task(server.serve(sockets=own)) for server, own in zip(servers, copies, strict=True)]
+        while not all(server.started or task.done() for server, task in zip(servers, tasks, strict=True)):
+            await asyncio.sleep(0.01)
+        if all(server.started for server in servers):
+            started()
+        await asyncio.gather(*tasks)

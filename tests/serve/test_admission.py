@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import json
-import socket
 import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,9 +12,8 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 import pytest
-import uvloop
 
-from nestpipe.serve.admission import ArrivalClock, WaitEstimate, measured
+from nestpipe.serve.admission import WaitEstimate, measured
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import body_parser, parse
 from nestpipe.serve.requests import BusyError, LateError
@@ -314,37 +311,6 @@ def test_a_step_is_full_if_it_took_a_batch_or_left_requests():
     for num, waiting in ((4, 4), (2, 3), (2, 2), (0, 1)):
         assert measured(estimate, step_of(num), num_waiting=waiting, max_batch=4) == bool(num)
     assert seen == [(8.0, True), (4.0, True), (4.0, False)]
-
-
-def test_bytes_that_waited_for_a_busy_loop_are_that_old():
-    ages = []
-
-    class Line(asyncio.Protocol):
-        def connection_made(self, transport):
-            self.clock = ArrivalClock(asyncio.get_running_loop())
-
-        def data_received(self, data):
-            ages.append(time.monotonic() - self.clock.read())
-            time.sleep(0.2 if data == b"busy" else 0)
-            self.clock.note_work()
-
-    async def body():
-        ours, theirs = socket.socketpair()
-        await asyncio.get_running_loop().connect_accepted_socket(Line, theirs)
-
-        def send():
-            for data, pause_s in ((b"busy", 0.02), (b"waits", 0.5), (b"idle", 0.1)):
-                ours.sendall(data)
-                time.sleep(pause_s)
-
-        await asyncio.to_thread(send)
-        ours.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(body())
-    assert len(ages) == 3
-    assert 0.18 <= ages[1] < 0.5, "it waited while the loop slept"
-    assert ages[2] < 0.1, "the loop was idle"
 
 
 def test_a_body_is_parsed_as_its_json_object_is():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import signal
 import socket
 import threading
 import time
@@ -13,15 +14,16 @@ from concurrent.futures import Future
 import httpx
 import msgspec
 import pytest
+import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from nestpipe.serve import server
-from nestpipe.serve.admission import Arrival
+from nestpipe.serve.admission import ARRIVAL, Arrival
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import RequestGuard, ServiceApp
-from nestpipe.serve.server import HttpArrival, ServiceProtocol, bind, run_apps
+from nestpipe.serve.server import HttpArrival, ServiceProtocol, bind, run_apps, waited_s
 from nestpipe.serve.worker_thread import replied
 
 HEAD_S = 1
@@ -298,3 +300,48 @@ def test_requests_and_connections_leave_nothing_to_collect(port, answered):
             time.sleep(0.05)
     finally:
         gc.enable()
+
+
+def test_bytes_are_as_old_as_the_last_that_arrived():
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as line:
+        line.sendall(b"first")
+        own, _ = listening.accept()
+        with own:
+            time.sleep(0.1)
+            line.sendall(b"last")
+            time.sleep(0.2)
+            own.sendall(b"ours says nothing")
+            assert 0.18 <= waited_s(own) < 0.28
+
+
+def test_what_waits_for_a_busy_loop_is_accepted_soon_and_as_old_as_it_is():
+    """Also on connections that waited to be accepted."""
+    num, num_turns, ages, lines = 64, 0, [], []
+
+    async def app(scope, receive, send):
+        ages.append(time.monotonic() - scope[ARRIVAL].at)
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async def body():
+        nonlocal num_turns
+        ready, listening = asyncio.Event(), bind("127.0.0.1", 0)
+        service = asyncio.create_task(run_apps([(app, listening)], on_stop=lambda: None, started=ready.set))
+        await ready.wait()
+        for _ in range(num):
+            lines.append(line := socket.create_connection(listening.getsockname()))
+            line.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.3)  # the loop is busy
+        while len(ages) < num:
+            num_turns += 1
+            await asyncio.sleep(0)
+        for line in lines:
+            line.close()
+        signal.raise_signal(signal.SIGTERM)
+        await service
+        listening.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(body(), 30))
+    assert num_turns < num / 4, "one connection per turn"
+    assert min(ages) >= 0.28, "they came before the pause"
+    assert max(ages) < 2
