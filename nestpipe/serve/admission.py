@@ -25,8 +25,9 @@ from nestpipe.serve.requests import LateError
 
 _MARGIN = 0.9  # share of the time that is left in which an answer should be ready: it must be sent, too
 _BURST_MARGIN = 0.8  # in a burst, where half of the errors are larger
-_NUM_ERRORS, _EXPECTED = 64, 58  # recent predictions whose errors are kept, and the rank of the error to expect
-_REFRESH = 8  # answers after which that is looked up again
+_STANDING_SHARE = 0.5  # of the time that is left, for which a request may wait in a queue that was not empty for long
+_NUM_RECENT, _FEW = 64, 58  # recent measurements that are kept, and the rank of one that few exceed
+_REFRESH = 8  # measurements after which that is looked up again
 _KEPT = 0.9  # weight of the steps before, with each new one
 _OUTLIER = 4.0  # times the expected time that a step, or an error, counts at most
 _FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time
@@ -72,11 +73,38 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request that waits. It is overtaken by a later one with an earlier deadline, and then waits longer than was predicted."""
+    """A request that waits. It is overtaken by a later one with less than half of its time, and then its wait says nothing.
+
+    Equal requests overtake each other too: one that waited unread has less time left. They do so as often as before.
+    """
 
     deadline: float
     work: float
     is_overtaken: bool = False
+
+
+class _Recent:
+    """Recent times: their median, and one that few exceed. Both lose weight while nothing is measured."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: deque[float] = deque([0.0] * _NUM_RECENT, maxlen=_NUM_RECENT)
+        self._num, self._at = 0, 0.0
+        self._median_s = self._few_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self._num, self._at = self._num + 1, self._clock()
+        if self._num % _REFRESH == 0:
+            ranked = sorted(self._seconds)
+            self._median_s, self._few_s = max(ranked[_NUM_RECENT // 2], 0.0), max(ranked[_FEW], 0.0)
+
+    def median_s(self) -> float:
+        return self._median_s * _weight(self._clock() - self._at)
+
+    def few_s(self) -> float:
+        """What few of them exceeded."""
+        return self._few_s * _weight(self._clock() - self._at)
 
 
 class WaitEstimate:
@@ -92,11 +120,8 @@ class WaitEstimate:
         self._queue: list[_Queued] = []  # by deadline
         self._work = 0.0  # of all of them
         self._busy_s, self._worked, self._measured_at = 0.0, 0.0, 0.0  # of recent steps
-        self._errors: deque[float] = deque([0.0] * _NUM_ERRORS, maxlen=_NUM_ERRORS)
-        self._num_errors, self._erred_at = 0, 0.0
-        self._error_s = self._median_s = (
-            0.0  # by which answers are later than predicted, or less: nine of ten, and half
-        )
+        self._errors = _Recent(clock)  # by which answers were later than predicted
+        self._deliveries = _Recent(clock)  # from an answer until its caller takes it
         self._empty_at = -math.inf  # when the queue was last empty
         self._step_at: float | None = None  # when the step began that is taken now
         self.answered, self.num_answered = 0.0, 0  # work that was answered in full, and requests
@@ -123,9 +148,13 @@ class WaitEstimate:
                 self._queue.remove(queued)
                 self._work = self._work - work if self._queue else 0.0  # sums of fractions leave a rest
                 if not queued.is_overtaken and (is_answer or isinstance(problem, LateError)):
-                    self._note_error(min(self._clock() - began - wait_s, most_s))
+                    self._errors.note(min(self._clock() - began - wait_s, most_s))
 
         reply.add_done_callback(settled)
+
+    def note_delivery(self, seconds: float) -> None:
+        """An answer was taken that long after it was there: the event loop was behind."""
+        self._deliveries.note(seconds)
 
     def begin_step(self) -> None:
         """The worker takes up the first of the queued requests, if there are any."""
@@ -153,21 +182,24 @@ class WaitEstimate:
     def exceeds(self, left_s: float) -> bool:
         """Whether an answer would be late if the prediction is as wrong as it was. An idle worker refuses nothing.
 
-        A worker that was idle less than a deadline ago has a burst and is not overloaded: the median error is expected there.
+        A queue that was empty less than a deadline ago is a burst, not an overload: the median error is expected there. One that
+        was not empty for two deadlines is kept short: a long one gives no more answers, and later ones.
         """
         now = self._clock()
-        wait_s = self.wait_s(now + left_s)
-        is_burst = now - self._empty_at < left_s
-        error_s, margin = (self._median_s, _BURST_MARGIN) if is_burst else (self._error_s, _MARGIN)
-        return wait_s > 0 and wait_s + error_s * self._weight(self._erred_at) > margin * left_s
+        wait_s, stood_s = self.wait_s(now + left_s), now - self._empty_at
+        error_s, margin = self._errors.few_s(), _MARGIN
+        if stood_s < left_s:
+            error_s, margin = self._errors.median_s(), _BURST_MARGIN
+        is_long = stood_s >= 2 * left_s and wait_s > _STANDING_SHARE * left_s
+        return wait_s > 0 and (is_long or wait_s + error_s + self._deliveries.few_s() > margin * left_s)
 
     def _insert(self, queued: _Queued) -> None:
+        now, deadline = self._clock(), queued.deadline
         if not self._queue:
-            self._empty_at = self._clock()
-        place = bisect_right(self._queue, queued.deadline, key=_deadline_of)
-        for later in self._queue[place:]:
+            self._empty_at = now
+        for later in self._queue[bisect_right(self._queue, 2 * deadline - now, key=_deadline_of) :]:
             later.is_overtaken = True
-        self._queue.insert(place, queued)
+        self._queue.insert(bisect_right(self._queue, deadline, key=_deadline_of), queued)
         self._work += queued.work
 
     def _wait_s(self, deadline: float) -> float:
@@ -180,20 +212,13 @@ class WaitEstimate:
         done_s = min(self._clock() - self._step_at, self._queue[0].work * unit_s)  # of the first, in the current step
         return max(work * unit_s - done_s, 0.0)
 
-    def _note_error(self, error_s: float) -> None:
-        self._errors.append(error_s)
-        self._num_errors, self._erred_at = self._num_errors + 1, self._clock()
-        if self._num_errors % _REFRESH == 0:
-            errors = sorted(self._errors)
-            self._error_s, self._median_s = max(errors[_EXPECTED], 0.0), max(errors[_NUM_ERRORS // 2], 0.0)
-
     def _unit_s(self) -> float:
-        return self._busy_s / self._worked * self._weight(self._measured_at) if self._worked else 0.0
+        return self._busy_s / self._worked * _weight(self._clock() - self._measured_at) if self._worked else 0.0
 
-    def _weight(self, at: float) -> float:
-        """Of what was measured then."""
-        old_s = max(self._clock() - at - _FRESH_S, 0.0)
-        return float(0.5 ** (old_s / _FRESH_S))
+
+def _weight(old_s: float) -> float:
+    """Of what was measured that long ago."""
+    return float(0.5 ** (max(old_s - _FRESH_S, 0.0) / _FRESH_S))
 
 
 def _deadline_of(queued: _Queued) -> float:

@@ -142,7 +142,7 @@ class Instance(RankingInstance):
             history=await self._history(user, hint.history),
         )
         engine.submit(job)
-        decision = await replied(job.reply)
+        decision = await replied(job.reply, self._worker.waits)
         ticket = Ticket(
             request=job.request,
             instance=self.name,

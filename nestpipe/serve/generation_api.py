@@ -96,7 +96,7 @@ class GenerativeInstance(RecommendingInstance):
 
     async def _generated(self, job: GenerationRequest) -> GeneratedItems:
         self.generator.submit(job)
-        answer = await replied(job.reply)
+        answer = await replied(job.reply, self._worker.waits)
         self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
         return answer
 

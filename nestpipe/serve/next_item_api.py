@@ -60,7 +60,7 @@ class NextItemInstance(RecommendingInstance):
 
     async def _find(self, job: RecommendationJob) -> RecommendationAnswer:
         self.engine.submit(job)
-        return await replied(job.reply)
+        return await replied(job.reply, self._worker.waits)
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
         job.served = self.engine.versions.of(job.user)

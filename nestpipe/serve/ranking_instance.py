@@ -105,7 +105,7 @@ class RankingInstance(RecommendingInstance):
 
     async def _ranked(self, job: RankingRequest) -> RankedItems:
         self._submit(job)
-        answer = await replied(job.reply)
+        answer = await replied(job.reply, self._worker.waits)
         self.metrics.observe_rank(answer.model, answer.times_ms["total"] / 1e3)
         return answer
 

@@ -39,12 +39,14 @@ class WakeUp:
         self._lock.acquire(timeout=timeout_s)
 
 
-async def replied(reply: Future[Answer]) -> Answer:
+async def replied(reply: Future[Answer], waits: WaitEstimate) -> Answer:
     """What a worker answers; cancels the request if the caller is cancelled. `asyncio.wrap_future` costs twice as much."""
     loop = asyncio.get_running_loop()
-    answered = loop.create_future()
+    answered, answered_at = loop.create_future(), 0.0
 
     def wake(_: Future[Answer]) -> None:
+        nonlocal answered_at
+        answered_at = time.monotonic()
         if not loop.is_closed():
             loop.call_soon_threadsafe(_settle, answered)
 
@@ -54,6 +56,7 @@ async def replied(reply: Future[Answer]) -> Answer:
     except asyncio.CancelledError:
         reply.cancel()
         raise
+    waits.note_delivery(time.monotonic() - answered_at)
     return reply.result()
 
 

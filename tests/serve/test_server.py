@@ -20,7 +20,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from nestpipe.serve import server
-from nestpipe.serve.admission import ARRIVAL, Arrival
+from nestpipe.serve.admission import ARRIVAL, Arrival, WaitEstimate
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import RequestGuard, ServiceApp
 from nestpipe.serve.server import HttpArrival, ServiceProtocol, bind, run_apps, waited_s
@@ -45,7 +45,7 @@ async def say(request):
     if request.text == "failed":  # as by a worker
         reply = Future()
         reply.set_exception(BadRequestError("failed"))
-        await replied(reply)
+        await replied(reply, WaitEstimate())
     return Said(request.text * request.times)
 
 
