@@ -273,8 +273,9 @@ async def run_apps(
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop)
     with ExitStack() as stack:
-        copies = [[stack.enter_context(one.dup()) for _ in range(_NUM_ACCEPTED)] for _, one in apps]
-        tasks = [asyncio.create_task(server.serve(sockets=own)) for server, own in zip(servers, copies, strict=True)]
+        # The socket itself is one of them: a server that stops closes all of its own, and then nobody can connect any more.
+        own = [[one, *(stack.enter_context(one.dup()) for _ in range(_NUM_ACCEPTED - 1))] for _, one in apps]
+        tasks = [asyncio.create_task(server.serve(sockets=each)) for server, each in zip(servers, own, strict=True)]
         while not all(server.started or task.done() for server, task in zip(servers, tasks, strict=True)):
             await asyncio.sleep(0.01)
         if all(server.started for server in servers):

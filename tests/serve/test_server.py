@@ -345,3 +345,34 @@ def test_what_waits_for_a_busy_loop_is_accepted_soon_and_as_old_as_it_is():
     assert num_turns < num / 4, "one connection per turn"
     assert min(ages) >= 0.28, "they came before the pause"
     assert max(ages) < 2
+
+
+def test_nobody_connects_to_a_service_that_stops():
+    """Else clients would wait for a service that ends, instead of trying another."""
+
+    async def app(scope, receive, send):
+        await asyncio.sleep(1.0)
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async def body():
+        ready, listening = asyncio.Event(), bind("127.0.0.1", 0)
+        service = asyncio.create_task(run_apps([(app, listening)], on_stop=lambda: None, started=ready.set))
+        await ready.wait()
+        address = listening.getsockname()
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.1)
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.4)
+        try:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address, timeout=5)
+            assert not service.done()
+            assert (await reader.read()).endswith(b"here")
+        finally:
+            writer.close()
+            await service
+            listening.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(body(), 30))
