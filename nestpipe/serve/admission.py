@@ -4,7 +4,7 @@
 
 A deadline starts when the bytes are there. A request whose predicted wait exceeds what is left of its deadline is refused before
 its history is touched. The prediction is the queued work with earlier deadlines at the speed of recent steps, and the error that
-was usual: the median in a burst, else one that few exceeded.
+was usual: the median in a burst, else one that few exceeded. A queue that stands is kept short.
 """
 
 from __future__ import annotations

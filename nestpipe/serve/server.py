@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 class HttpArrival(Arrival):
     """A request whose body is read, and whose answer is written, without the messages of ASGI, which cost 0.05 ms."""
 
-    # uvicorn's cycle has the scope, and the scope has this.
+    # A weak reference: uvicorn's cycle has the scope, and the scope has this.
     cycle_of: Callable[[], RequestResponseCycle | None] = lambda: None
 
     def take_body(self) -> bytes | None:
